@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region, Step
-from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
+from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
 
 Place = Callable[[Any], Hashable]
 

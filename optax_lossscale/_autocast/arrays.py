@@ -90,7 +90,7 @@ def as_program(
 
 def _wide(low: np.dtype | None, x: Any) -> Any:
     """An array as the program takes it, in float32 if it is low; else None."""
-    if not is_array(x):
+    if not is_traceable(x):
         return None
     is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
     return in_dtype(FLOAT32, x) if is_low else x
@@ -107,7 +107,7 @@ def _split(
     leaves, structure = jax.tree.flatten(tree)
 
     def is_new(x):
-        return is_array(x) and id(x) not in unchanged
+        return is_traceable(x) and id(x) not in unchanged
 
     # None, which is no leaf, stands for each array: to keep these would leak tracers.
     others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
@@ -134,11 +134,11 @@ def _are_parameters(
             flag = n in positions
             if is_variable(leaf):
                 flag = is_of_nnx(leaf, "Param")
-            flags += [flag for x in jax.tree.leaves(leaf) if is_array(x)]
+            flags += [flag for x in jax.tree.leaves(leaf) if is_traceable(x)]
     return flags
 
 
-def is_array(x: Any) -> bool:
+def is_traceable(x: Any) -> bool:
     """Whether `x` is an array, traced or not, or the shape of one.
 
     An array of NumPy's has to hold numbers; one of JAX's may hold random keys.

@@ -20,7 +20,7 @@ import numpy as np
 from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.operations import Is, row_of, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.work import terms_of
 
@@ -140,7 +140,7 @@ def _only_moves(eqn: JaxprEqn) -> bool:
 
 def _formula(eqn: JaxprEqn) -> str:
     """The word for an equation's operation; "" for a power other than the square."""
-    return operation(eqn).formula if eqn.params.get("y", 2) == 2 else ""
+    return row_of(eqn).formula if eqn.params.get("y", 2) == 2 else ""
 
 
 def _terms(eqn: JaxprEqn) -> float:

@@ -21,7 +21,7 @@ from optax_lossscale._programs.values import (
     FLOAT64,
     dtypes_in,
     is_float,
-    is_inexact,
+    is_inexact_dtype,
     variables,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
@@ -123,7 +123,7 @@ def _why_left(eqn: Any) -> list[str]:
         dtypes = dtypes_in(eqn.invars[:2])
         if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
-        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact(d)]
+        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
         return [f"a product with {dtype} ({_CAST})" for dtype in exact]
     inside = [why for program in programs_in(eqn) for why in _reasons_left(program)]
     if "" in inside and not is_rewritten(eqn):

@@ -8,10 +8,10 @@ these results repeat the step instead. An equation without effects whose results
 region reads is in none. Most islands are recomputed in the backward pass from the
 values that they read, so that none of their float32 arrays has to be kept.
 
-Some rules here, in `region` and in `recomputed` say what they are worth: how much
-memory a model takes, and how many bytes it moves, without the rule, over the same model
-with it. `python -m benchmarks rules` measured this on programs compiled for an H100
-with jax 0.12.
+Each rule here, in `region`, `recomputed` and `classify` that is there for its cost says
+what it saves and in which models: memory, or bytes moved between memory and processor.
+The page docs/benchmarks/rules.md has the figures, which `python -m benchmarks rules`
+computes from programs compiled with the rule and without it.
 """
 
 from collections import ChainMap
@@ -83,9 +83,8 @@ def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
     A sum in 16 bits that the island itself reads, as one of a residual stream, is
     stored by a region of its own, which comes first. The steps that read the sum then
     read it as it is stored, and the gradient does not need its operands as well.
-    Without this, a transformer takes 1.04 of the memory and moves 1.01 of the bytes,
-    BERT 1.06 and 1.03; but Mamba moves 0.97 of the bytes, and a recommender takes 0.90
-    of the memory, though it moves 1.09 of the bytes.
+    This saves memory and bytes in transformers. A recommender moves fewer bytes by it,
+    but takes more memory, and Mamba moves more bytes.
     """
     stores = {v: wanted[v] for v in made_by(island) if v in wanted}
     read_here = {v for eqn in island for v in variables(eqn.invars)}
@@ -117,8 +116,7 @@ def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
     They are cheap, and their results take no fewer bytes than the stored values that
     they are computed from: a constant that is broadcast, a mask, or the `tanh` of a
     product's result, of which an island keeps the operand for its gradient instead.
-    Without this, attention over long sequences takes 1.78 of the memory and moves 1.35
-    of the bytes, BERT 1.19 and 1.21, a transformer 1.15 and 1.17.
+    This saves memory and bytes in transformers, most of them where sequences are long.
     """
     repeated: dict[Var, JaxprEqn] = {}
     sources: dict[Var, set[Var]] = {}  # of each, the values that are read to repeat it
