@@ -27,7 +27,7 @@ class Flat(NamedTuple):
     # Where no line of the user's made an equation, it has that of the `jit` call
     eqns: list[JaxprEqn]
     ins: list[Var]  # the arguments
-    outs: list[Any]  # the results: variables and literals
+    outs: list[Any]  # the results: variables, and literals of one number
     consts: dict[Var, Any]  # the arrays that the program closes over
     names: Sequence[str]  # of the arguments, in the user's code; empty if unknown
 
@@ -75,9 +75,12 @@ def _add(
     found.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
     of_call = dict(zip(jaxpr.invars, operands, strict=True))
 
-    def read(variables):
-        """Variables and literals of this program, by those that they become."""
-        return [v if isinstance(v, Literal) else of_call.get(v, v) for v in variables]
+    def read(values):
+        """What variables and literals of this program become in the flat one."""
+        return [
+            _as_read(found, v) if isinstance(v, Literal) else of_call.get(v, v)
+            for v in values
+        ]
 
     for eqn in jaxpr.eqns:
         eqn = _at(around, eqn).replace(invars=read(eqn.invars))
@@ -94,6 +97,18 @@ def _add(
             results = _add(found, inner, eqn.invars, call, inlined)
         of_call.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars)
+
+
+def _as_read(found: Flat, literal: Literal) -> Any:
+    """A number as it is; for an array that JAX wrote as a literal, a variable.
+
+    It does so with `jax_use_simplified_jaxpr_constants`.
+    """
+    if not literal.aval.shape:
+        return literal
+    v = Var(literal.aval)
+    found.consts[v] = literal.val
+    return v
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
