@@ -28,10 +28,10 @@ from optax_lossscale._autocast.region import (
     Dtypes,
     Region,
     Step,
+    for_both,
     made_by,
-    need,
-    of_island,
-    of_one,
+    region_of_equation,
+    region_of_island,
 )
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import numbers_in, variables
@@ -44,27 +44,23 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
       facts: the facts about the program.
       held: a step for each equation that holds products.
     """
+    eqns = facts.program.eqns
     are_stored = of_products(facts)
     repeated = _repeated(facts, are_stored)
-    order = {eqn: n for n, eqn in enumerate(facts.program.eqns)}
+    order = {eqn: n for n, eqn in enumerate(eqns)}
     # The values that later regions read, or that are results, with their dtypes
     wanted = {v: facts.dtypes[v] for v in variables(facts.program.outs)}
     from_last: list[Region] = []
-    for part in reversed(partition(facts.program.eqns, are_stored)):
+    for part in reversed(partition(eqns, are_stored)):
         regions: list[Region] = []
         if isinstance(part, list):
-            makers = ChainMap(made_by(part), repeated)
-            for stores in _divided(facts, part, wanted):
-                eqns = sorted(_needed(stores, makers), key=order.__getitem__)
-                regions.append(of_island(facts, eqns, stores))
-                for v in stores:
-                    del makers[v]  # what follows reads it
+            regions = _of_island(facts, part, wanted, repeated, order)
         elif part.effects or any(v in wanted for v in part.outvars):
-            regions.append(of_one(facts, part, held.get(part), wanted))
+            regions = [region_of_equation(facts, part, held.get(part), wanted)]
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
-                need(facts, wanted, v, dtype)
+                wanted[v] = for_both(facts, v, dtype, wanted.get(v, dtype))
     return tuple(reversed(from_last))
 
 
@@ -75,6 +71,33 @@ def of_products(facts: Facts) -> Set[Var]:
         for v, dtype in facts.dtypes.items()
         if dtype == facts.low or facts.kinds[v] == Kind.SUM
     }
+
+
+def _of_island(
+    facts: Facts,
+    island: Island,
+    wanted: Dtypes,
+    repeated: Mapping[Var, JaxprEqn],
+    order: Mapping[JaxprEqn, int],
+) -> list[Region]:
+    """The regions of an island, in the order in which they run.
+
+    Args:
+      facts: the facts about the program.
+      island: the equations of the island.
+      wanted: the values that later regions read, with their dtypes.
+      repeated: the equations of the program that islands repeat, by their results.
+      order: the position of each equation in the program.
+    """
+    makers = made_by(island)
+    regions: list[Region] = []
+    for stores in _divided(facts, island, wanted):
+        needed = _needed(stores, ChainMap(makers, repeated))
+        eqns = sorted(needed, key=order.__getitem__)
+        regions.append(region_of_island(facts, eqns, stores))
+        # The regions after this one read what it stores.
+        makers = {v: eqn for v, eqn in makers.items() if v not in stores}
+    return regions
 
 
 def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
