@@ -18,11 +18,11 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     While `autocast` traces a model, the float32 arrays among the arguments of `fun` are
     cast to `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere
-    `fun` is called as it is. What it sets in variables of Flax NNX among its arguments is
-    kept, in float32. So a model in float32 can call cuDNN's attention or a
+    `fun` is called as it is. So a model in float32 can call cuDNN's attention or a
     Pallas kernel, which `autocast` cannot look into. A large negative bias becomes -inf
     in float16: give the kernel a mask instead. Wrap a function with a custom derivative
-    as a whole, not the kernels in its rules.
+    as a whole, not the kernels in its rules. Modules of Flax NNX may be among the
+    arguments; what `fun` sets in their variables is kept.
 
     Args:
       fun: a function of arrays, trees of them and of anything else.

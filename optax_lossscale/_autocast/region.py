@@ -3,8 +3,8 @@
 `region_of_island` and `region_of_equation` make a region from its equations and from
 what it stores. A step of an island casts its operands to the dtypes in which they were
 traced; a few sums round them instead, as their results are rounded anyway. From the
-casts follows in which dtypes the region reads values from outside: in 16 bits those that
-only products read, or steps that move them to products.
+casts follows in which dtypes the region reads values from outside: in 16 bits those
+that only products read, or steps that move them to products.
 """
 
 import dataclasses

@@ -2,11 +2,11 @@
 
 The pass goes backward, from the regions that read a value to the one that makes it. An
 island stores a value in 16 bits if no later region needs it in float32: a product needs
-16 bits, another island the dtype that `facts` has for the value. If a cheap step has
-results no smaller than the values that they are computed from, the islands that read
-these results repeat the step instead. An equation without effects whose results no
-region reads is in none. Most islands are recomputed in the backward pass from the
-values that they read, so that none of their float32 arrays has to be kept.
+16 bits, another island the dtype that `facts` has for the value. An island that reads
+the results of a cheap step may repeat the step instead, if these are no smaller than
+what the step reads. An equation without effects whose results no region reads is in no
+region. Most islands are recomputed in the backward pass from the values that they read,
+so that none of their float32 arrays has to be kept.
 
 Each rule here, in `region`, `recomputed` and `classify` that is there for its cost says
 what it saves and in which models: memory, or bytes moved between memory and processor.
@@ -77,7 +77,7 @@ def _of_island(
     facts: Facts,
     island: Island,
     wanted: Dtypes,
-    repeated: Mapping[Var, JaxprEqn],
+    repeated: dict[Var, JaxprEqn],
     order: Mapping[JaxprEqn, int],
 ) -> list[Region]:
     """The regions of an island, in the order in which they run.
@@ -101,7 +101,7 @@ def _of_island(
 
 
 def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
-    """What the regions of an island store, in the order in which they run.
+    """The values that each region of an island stores, in the order of running.
 
     A sum in 16 bits that the island itself reads, as one of a residual stream, is
     stored by a region of its own, which comes first. The steps that read the sum then
@@ -122,7 +122,7 @@ def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
 
 
 def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprEqn]:
-    """The equations that values depend on; what has no maker is read."""
+    """The equations that values depend on, among those of `makers`."""
     needed: set[JaxprEqn] = set()
     unread = list(values)
     while unread:
@@ -137,8 +137,8 @@ def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
     """The equations that islands repeat, by their results.
 
     They are cheap, and their results take no fewer bytes than the stored values that
-    they are computed from: a constant that is broadcast, a mask, or the `tanh` of a
-    product's result, of which an island keeps the operand for its gradient instead.
+    they are computed from. Examples are a constant that is broadcast, a mask, and the
+    `tanh` of a product's result, for whose gradient an island keeps that result.
     This saves memory and bytes in transformers, most of them where sequences are long.
     """
     repeated: dict[Var, JaxprEqn] = {}

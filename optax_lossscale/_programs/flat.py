@@ -15,6 +15,7 @@ from optax_lossscale._programs.enter import is_placed
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
@@ -33,24 +34,25 @@ class Flat(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Where an equation is that calls a program."""
+    """A call, as the equations of the program that it runs have to know it."""
 
     scope: Any  # the stack of names around the program
-    caller: Any  # the traceback of the equation; None around the whole program
+    caller: Any  # the traceback of the call; None around the whole program
 
 
 @remembered
 def flat(program: Any) -> Flat:
-    """Flattens a program; a `jit` that is long, or has shardings, stays an equation.
+    """Flattens a program as far as `autocast` can use it.
 
-    So do checkpoints and custom derivatives.
+    A `jit` stays an equation if it is long or has shardings, and so do checkpoints and
+    functions with custom derivatives.
     """
     return _flattened(program, _short_jit)
 
 
 @remembered
 def all_flat(program: Any) -> Flat:
-    """Flattens a program so that no call is left, whatever it is good for."""
+    """Flattens a program so that no call is left, not even checkpoints and the like."""
     return _flattened(program, _called)
 
 
@@ -104,7 +106,7 @@ def _as_read(found: Flat, literal: Literal) -> Any:
 
     It does so with `jax_use_simplified_jaxpr_constants`.
     """
-    if not literal.aval.shape:
+    if shape_in(literal) == ():
         return literal
     v = Var(literal.aval)
     found.consts[v] = literal.val

@@ -1,8 +1,8 @@
-"""Keys by which equations that compute the same are equal, whatever their variables.
+"""Keys that are equal for equations that compute the same, whatever their variables.
 
-The layers of a model are often alike, so that one of them is traced or compiled for
-all. The same value has another variable in each layer, so callers number variables by
-position.
+The layers of a model are often alike, and by its key a layer is known to be one that
+was traced or compiled before. As each layer has variables of its own, the keys here
+leave the operands out; a caller adds them, numbered by their positions in the layer.
 """
 
 from collections.abc import Hashable
@@ -14,18 +14,21 @@ from optax_lossscale._programs.values import dtype_in
 
 
 def key_of(eqn: Any) -> Hashable:
-    """A key of what an equation does to its operands, which may not have a hash."""
-    # Names of parameters differ, so that sorting compares none of their values.
+    """A key of what an equation does to its operands; it may have no hash."""
+    # Sorting compares names alone, as no two parameters have the same name.
     return eqn.primitive, tuple(sorted(eqn.params.items())), eqn.ctx
 
 
 def key_of_literal(literal: Any) -> Hashable:
-    """A key of a number in a program, by its bytes: 0.0 is not -0.0."""
+    """A key of a literal, by its dtype and its bytes: 0.0 is not -0.0."""
     return dtype_in(literal), np.asarray(literal.val).tobytes()
 
 
 def hashable(key: Hashable, things: Any) -> Hashable:
-    """The key; where it has no hash, the `id` of `things`, which is in no other key."""
+    """The key, or the `id` of the things that it is a key of if it has no hash.
+
+    An `id` equals no other key while the things live.
+    """
     try:
         hash(key)
     except TypeError:

@@ -2,9 +2,9 @@
 
 `row_of(eqn)` is the row of an equation's operation, and `traits(eqn)` the first cell of
 that row. For `exp` the traits are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
-`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`, the
-backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where
-its operand has 16 bits. An operation without a row has the row `UNKNOWN`.
+`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`,
+the backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it
+where its operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
 import enum
@@ -102,7 +102,11 @@ class Is(enum.Flag):
     that clips, has to see the whole cotangent.
     """
     CHEAP = enum.auto()
-    """Takes no longer to recompute than its results take to read: compilers fuse it."""
+    """Takes one pass over its operands at most, and mostly not even that.
+
+    Compilers fuse most of these operations with those that read the results, so a
+    backward pass may recompute the results instead of keeping them.
+    """
 
 
 Terms = Literal[
@@ -146,8 +150,8 @@ UNKNOWN = Row(programs=None)
 """The row of an operation that is not in the table, of which nothing is assumed.
 
 `autocast` runs it in the dtypes in which it was traced, never narrows the products in
-its programs, and never recomputes it. The reports take it to run every program among its
-parameters, and `dtype_report` lists it among what it cannot look into.
+its programs, and never recomputes it. The reports take it to run every program among
+its parameters, and `dtype_report` lists it among what it cannot look into.
 """
 
 # By the names of primitives, as jaxprs show them: `ragged_dot` is `ragged_dot_general`

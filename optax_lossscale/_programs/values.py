@@ -1,7 +1,7 @@
-"""Values and their dtypes.
+"""The dtypes, shapes and sizes of values.
 
-`dtype_in` and `is_float` take anything that may have a dtype: an array, traced or not,
-or a variable or literal of a jaxpr. `is_inexact_dtype` and `is_narrow_dtype` take the dtype.
+A *value* is anything that may have a dtype: an array, traced or not, or a variable or
+literal of a jaxpr.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Array = jax.Array | np.ndarray
 """An array on a device or on the host."""
 
 Atom = Var | Literal
-"""What an equation reads."""
+"""What an equation reads: a variable, or a literal."""
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
@@ -106,5 +106,5 @@ def variables(values: Sequence[Any]) -> list[Var]:
 
 
 def numbers_in(array: Any) -> int:
-    """How many numbers an array has, where `lengths_of` gives its axes."""
+    """How many numbers an array has, by the `lengths_of` its axes."""
     return math.prod(lengths_of(array))
