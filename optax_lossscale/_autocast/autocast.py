@@ -58,8 +58,8 @@ def autocast(
       argnums: which positional arguments hold the parameters, if any. The sum of a
         product's result and a parameter, such as a bias, is stored in 16 bits between
         products. Sums with other float32 arguments, or with parameters passed by
-        keyword, stay in float32. So list only parameters, never a recurrent state: it
-        would lose digits in 16 bits.
+        keyword, stay in float32. So list only parameters: a recurrent state would lose
+        digits in 16 bits, and a mask of -1e9, also one inside of a module, become -inf.
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results

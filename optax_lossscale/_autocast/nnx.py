@@ -30,7 +30,10 @@ class _Apart(NamedTuple):
 
 
 class _AsItIs:
-    """An object of NNX that stays whole, as NNX lets no one change it in this trace."""
+    """An object of NNX that stays whole, as NNX lets no one change it in this trace.
+
+    It is no tree, so that JAX takes the object for a leaf.
+    """
 
     def __init__(self, x: Any):
         self.x = x

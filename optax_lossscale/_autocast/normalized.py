@@ -15,13 +15,13 @@ over the norms of each other count as normalized, though they may have any size.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.operations import Is, row_of, traits
+from optax_lossscale._programs.operations import Formula, Is, row_of, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.work import terms_of
 
@@ -29,7 +29,7 @@ from optax_lossscale._programs.work import terms_of
 class Part(NamedTuple):
     """What a result is, in the normalization of a value."""
 
-    of: Var | None  # the value; None for what is computed from literals alone
+    of: Any  # the value, a variable; None for what is computed from literals alone
     # A word of the table below. A literal is "zero", an "epsilon" if it is less than 1,
     # a "number" if it is not, or "other" if it is negative.
     what: str
@@ -91,13 +91,15 @@ def part_of(
     if len(eqn.outvars) != 1:
         return None
     operands = [_of_operand(v, parts) for v in eqn.invars]
-    if _only_moves(eqn):
+    if _rearranges(eqn):
         return operands[0]
     if all(part.of is None for part in operands):
         return Part(None, "number")
     if Is.MULTIPLIES in traits(eqn) and True in are_factors:
         operands[are_factors.index(True)] = Part(None, "factor")
     formula = _formula(eqn)
+    if formula is None:
+        return None
     left_out = _LEFT_OUT.get(formula, ())
     pairs = zip(eqn.invars, operands, strict=True)
     combined = [part for v, part in pairs if is_float(v) and part.what not in left_out]
@@ -136,8 +138,8 @@ def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
     return Part(None, "epsilon" if abs(number) < 1 else "number")
 
 
-def _only_moves(eqn: JaxprEqn) -> bool:
-    """Whether the result has all numbers of the first operand, and no others."""
+def _rearranges(eqn: JaxprEqn) -> bool:
+    """Whether the result has all numbers of the first operand, in another order."""
     its_traits = traits(eqn)
     if Is.PLACES in its_traits:
         return len(eqn.invars) == 1
@@ -145,9 +147,9 @@ def _only_moves(eqn: JaxprEqn) -> bool:
     return bool(moves) and Is.SELECTS not in its_traits
 
 
-def _formula(eqn: JaxprEqn) -> str:
-    """The word for an equation's operation; "" for a power other than the square."""
-    return row_of(eqn).formula if eqn.params.get("y", 2) == 2 else ""
+def _formula(eqn: JaxprEqn) -> Formula | None:
+    """The word for an equation's operation; None for a power other than the square."""
+    return row_of(eqn).formula if eqn.params.get("y", 2) == 2 else None
 
 
 def _terms(eqn: JaxprEqn) -> float:

@@ -54,7 +54,7 @@ def plan_for(
     """
     program = open_jaxpr(jaxpr)
     takes = tuple(
-        dtype_in(x if dtype_in(x) == casting.dtype else v)
+        dtype_in(x if dtype_in(x) == casting.low else v)
         for x, v in zip(args, program.invars, strict=True)
     )
     gives = tuple(dtypes_in(program.outvars))

@@ -91,7 +91,7 @@ def region_of_equation(
     """
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
-    is_sent = _only_moves(eqn, results, low) and Is.CHEAP not in traits(eqn)
+    is_sent = _moves_rounded(eqn, results, low) and Is.CHEAP not in traits(eqn)
     casts = _rounds if is_sent else _takes
     steps = [held or Step(eqn, casts(eqn, low))]
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
@@ -162,7 +162,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
     low = facts.low
     needed = dict(results)
     for step in reversed(steps):
-        is_low = _only_moves(step.eqn, needed, low)
+        is_low = _moves_rounded(step.eqn, needed, low)
         for v, taken in zip(step.eqn.invars, step.takes, strict=True):
             if isinstance(v, Var):
                 is_rounded = is_low or taken == low
@@ -177,8 +177,8 @@ def _rounded(facts: Facts, v: Var) -> Any:
     return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
 
 
-def _only_moves(eqn: JaxprEqn, needed: Dtypes, low: Any) -> bool:
-    """Whether an equation only moves numbers, all of which are needed in 16 bits."""
+def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: Any) -> bool:
+    """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
     moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
     if not moves or Is.ADDS_MANY in its_traits:

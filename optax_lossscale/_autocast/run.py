@@ -153,7 +153,7 @@ def _run_step(
             return _run_held(step, operands, casting, functions)
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        low = casting.dtype
+        low = casting.low
         if Is.SPREADS in traits(eqn) and region.stores.get(eqn.outvars[0]) == low:
             return _spread(eqn, operands, low)
     return bind(eqn, operands)
@@ -210,7 +210,7 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def of_arrays(*args):
-        with AUTOCAST_DTYPE(casting.dtype):
+        with AUTOCAST_DTYPE(casting.low):
             jaxpr, types = jax.make_jaxpr(fun, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
         plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)

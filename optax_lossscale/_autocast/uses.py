@@ -40,10 +40,11 @@ class Use(enum.Flag):
 
 
 NOTHING = Use(0)
-KEPT = Use.MULTIPLIED | Use.PAST
+STORED = Use.MULTIPLIED | Use.PAST
 """The use of a value that has to be stored, and on which a product depends."""
 
 Uses = tuple[Use, ...]
+"""What is done with each of several values."""
 
 
 @remembered
