@@ -58,8 +58,10 @@ def autocast(
       argnums: which positional arguments hold the parameters, if any. The sum of a
         product's result and a parameter, such as a bias, is stored in 16 bits between
         products. Sums with other float32 arguments, or with parameters passed by
-        keyword, stay in float32. So list only parameters: a recurrent state would lose
-        digits in 16 bits, and a mask of -1e9, also one inside of a module, become -inf.
+        keyword, stay in float32. So list only parameters, and those of usual sizes. A
+        recurrent state, or weights that inner steps update, would lose digits in 16
+        bits; a mask of -1e9 or statistics of 1e5, also those inside of a module, would
+        become infinite there.
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results

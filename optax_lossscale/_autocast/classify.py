@@ -8,6 +8,7 @@ from its numbers, which are not known yet:
   product, as in a model cast by hand.
 - A value computed from these in about their range is NEAR. It stays in float32, and is
   recomputed. How often it was multiplied is not counted: nine times 4 is still NEAR.
+  And parameters are taken to have about the size 1, whatever their numbers are.
 - Every other value may have another range or need more digits: FLOAT32.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
@@ -60,6 +61,7 @@ class Kind(enum.IntEnum):
 
 
 Kinds = Sequence[Kind]
+"""The kinds of several values, in order."""
 
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # they leave a range as it is
 _CONSTANTS = _FACTORS | {Kind.LARGE}

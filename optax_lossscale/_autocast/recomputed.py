@@ -1,4 +1,9 @@
-"""Which islands the backward pass recomputes, and which of their results are kept."""
+"""Which islands the backward pass recomputes, and which of their results are kept.
+
+An island is recomputed from what it reads, unless this takes several passes over memory
+or computes nothing that a derivative needs. Its reductions are kept nevertheless where
+another pass over a large array would be needed for a few numbers.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +19,7 @@ from optax_lossscale._programs.values import (
     variables,
 )
 
-_FEW = 32  # the least terms of a reduction whose result is worth keeping
+_LEAST_TERMS = 32  # of a reduction whose result is worth keeping
 
 
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
@@ -25,15 +30,7 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     that only move numbers compute nothing, and their derivatives need none of their
     operands: not to recompute them saves a recommender bytes.
     """
-    computes = False
-    for eqn in eqns:
-        its_traits = traits(eqn)
-        if Is.PADS in its_traits and _has_gaps(eqn):
-            return False
-        moves = its_traits & (Is.MOVES | Is.PLACES)
-        if not moves and is_float(eqn.outvars[0]):
-            computes = True
-    return computes
+    return any(map(_computes_floats, eqns)) and not any(map(_puts_gaps, eqns))
 
 
 def kept(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
@@ -48,8 +45,16 @@ def kept(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
     return frozenset(reductions & read_here)
 
 
-def _has_gaps(eqn: JaxprEqn) -> bool:
-    """Whether a padding puts numbers between those of its operand."""
+def _computes_floats(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes floats, and does not only move some."""
+    moves = traits(eqn) & (Is.MOVES | Is.PLACES)
+    return not moves and is_float(eqn.outvars[0])
+
+
+def _puts_gaps(eqn: JaxprEqn) -> bool:
+    """Whether an equation pads between the numbers of its operand."""
+    if Is.PADS not in traits(eqn):
+        return False
     return any(gap for _, _, gap in eqn.params["padding_config"])
 
 
@@ -68,4 +73,4 @@ def _takes_a_pass(eqn: Any, largest: int) -> bool:
     # if its sums were kept.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
     is_read_once = is_over_rows and largest >= n_before
-    return n_left * _FEW <= n_before and not is_read_once
+    return n_left * _LEAST_TERMS <= n_before and not is_read_once

@@ -99,9 +99,9 @@ def region_of_equation(
 
 
 def for_both(facts: Facts, v: Var, one: Any, other: Any) -> Any:
-    """The dtype for a value of which one reader needs a dtype, and another reader one.
+    """The dtype of a value for two readers, each of which needs it in a dtype.
 
-    If they need different dtypes, it is the one that `facts` has for the value.
+    If these differ, it is the dtype that `facts` has for the value.
     """
     return one if one == other else facts.dtypes[v]
 
@@ -114,7 +114,7 @@ def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
 def _rounding_sums(
     facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes
 ) -> set[JaxprEqn]:
-    """The sums of an island that round the numbers which they add.
+    """The sums of an island that round the numbers that they add.
 
     They are those that are stored in 16 bits, or from which such a value is chosen. So
     the compiler need not store their operands in float32. This saves bytes in a ResNet

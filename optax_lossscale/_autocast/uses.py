@@ -75,7 +75,7 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
 def _of_operand(
     eqn: JaxprEqn, v: Any, depth: Mapping[Var, int], after: Mapping[Var, Use]
 ) -> Use:
-    """What an equation does with an operand, if it is no product nor rewritten.
+    """What an equation, neither a product nor to be rewritten, does with an operand.
 
     Args:
       eqn: the equation.

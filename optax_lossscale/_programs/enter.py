@@ -22,6 +22,7 @@ from optax_lossscale._programs.walk import arguments_of, carried_by
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays], list[Any]]
+"""A program as a function, from all of its arguments to its results."""
 
 
 def is_entered(eqn: Any) -> bool:

@@ -119,7 +119,10 @@ Terms = Literal[
     "updates",
     "window_dimensions",
 ]
-"""Where an equation says how many terms it sums: `_programs.work` looks there."""
+"""What says how many terms an equation sums.
+
+It is the parameter of this name, or what `terms_of` in `_programs.work` takes for it.
+"""
 
 Formula = Literal[
     "bound",
@@ -224,8 +227,8 @@ _ROWS = {
         "coo_spmv core_map csr_matmat csr_matvec csr_spmm csr_spmv cudnn_fusion "
         "dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper "
         "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper "
-        "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve tpu_custom_call "
-        "triton_kernel_call"
+        "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
+        "tpu_custom_call triton_kernel_call"
     ): Row(Is.OPAQUE),
     "io_callback": Row(Is.OPAQUE | Is.ONCE),
     # Runs code that returns nothing

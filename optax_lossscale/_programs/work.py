@@ -1,4 +1,4 @@
-"""Products and sums: which equations are products, and how much an equation computes.
+"""Products and sums: which equations are products, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums; an inner
 product to single numbers is none, and neither is an outer product, which sums nothing.
