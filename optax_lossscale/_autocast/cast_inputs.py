@@ -58,6 +58,7 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         copies = find(is_variable, (cast_args, cast_kwargs))
         before = list(map(jax.tree.leaves, copies))
         results = fun(*cast_args, **cast_kwargs)
+        # What `fun` has set in the copy of a variable is set in the variable.
         for variable, copy, arrays in zip(variables, copies, before, strict=True):
             if _is_set(copy, arrays):
                 variable.copy_from(_cast(low, FLOAT32, copy))
