@@ -102,7 +102,7 @@ def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)
-    # A branch for other platforms may not even compile for this one, as a kernel.
+    # A branch for other platforms, such as one with a kernel, may not compile for this.
     of_platforms: dict[str, Any] = {}
     for names, branch in zip(platforms, branches, strict=True):
         of_platforms |= dict.fromkeys(names or ["default"], branch)
@@ -130,7 +130,7 @@ _ENTER = {
     Is.MAPS: _shard_map,
 }
 ENTERED = functools.reduce(Is.__or__, _ENTER, Is.JVP | Is.VJP)
-"""The traits of the operations whose programs may be replaced, each of which has one.
+"""The traits of operations whose programs may be replaced: each has exactly one.
 
 `enter` runs all of them but `JVP` and `VJP`, whose rules it would lose.
 """
