@@ -1,8 +1,8 @@
 """Find islands that compute the same, so that JAX traces one function for all of them.
 
 The layers of a model are often alike, and JAX takes long to trace the derivatives of
-`jax.checkpoint`. In two layers the same values have different numbers, so an island's
-values are numbered here by their places in the island.
+`jax.checkpoint`. Two layers have different variables for the same values, so a key has
+the places of values in their island instead.
 """
 
 from collections.abc import Callable, Hashable
@@ -12,13 +12,14 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region, Step
-from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
+from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
 
 Place = Callable[[Any], Hashable]
+"""Gives the place of a variable in its island, or the key of a literal."""
 
 
 def in_common(island: Region, casting: Casting) -> Hashable:
-    """A key that is equal for islands that compute the same, by the same lines."""
+    """A key that is equal for islands that compute the same, made by the same lines."""
     made = [v for step in island.steps for v in step.eqn.outvars]
     places = {v: n for n, v in enumerate([*island.reads, *made])}
 
@@ -36,7 +37,7 @@ def in_common(island: Region, casting: Casting) -> Hashable:
 
 
 def _of_step(step: Step, place: Place) -> Hashable:
-    """A key that is equal for steps that compute the same, by the same line."""
+    """A key that is equal for steps that compute the same, made by the same line."""
     eqn = step.eqn
     return (
         key_of(eqn),

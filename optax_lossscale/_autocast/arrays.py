@@ -3,8 +3,8 @@
 The function may take and return trees, modules and anything else, and change Flax NNX
 objects. A tree is divided into its arrays, which the program takes or gives, and its
 form, which is everything else. `as_program` traces the program from the arrays in the
-arguments to the arrays that the call changed and returned; the forms then turn arrays
-back into what the call returns.
+arguments to the arrays that the call changed and returned. The forms of what changed
+and of what was returned then make it of the program's results.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def as_program(
 
 def _wide(low: np.dtype | None, x: Any) -> Any:
     """An array as the program takes it, in float32 if it is low; else None."""
-    if not is_array(x):
+    if not is_traceable(x):
         return None
     is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
     return in_dtype(FLOAT32, x) if is_low else x
@@ -99,17 +99,17 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
 def _split(
     tree: Any, unchanged: Mapping[int, Any]
 ) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    """The arrays of a tree, and its form: from an iterator of arrays to such a tree.
+    """The arrays of a tree, and its form, which makes a tree of as many other arrays.
 
-    An array whose `id` is in `unchanged` is not among these arrays: the form holds what
+    An array whose `id` is in `unchanged` is not among them: the form holds what
     `unchanged` has for it.
     """
     leaves, structure = jax.tree.flatten(tree)
 
     def is_new(x):
-        return is_array(x) and id(x) not in unchanged
+        return is_traceable(x) and id(x) not in unchanged
 
-    # None, which is no leaf, stands for each array: to keep these would leak tracers.
+    # None, which is no leaf, stands for each array: to keep arrays would leak tracers.
     others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
 
     def form(arrays):
@@ -134,12 +134,12 @@ def _are_parameters(
             flag = n in positions
             if is_variable(leaf):
                 flag = is_of_nnx(leaf, "Param")
-            flags += [flag for x in jax.tree.leaves(leaf) if is_array(x)]
+            flags += [flag for x in jax.tree.leaves(leaf) if is_traceable(x)]
     return flags
 
 
-def is_array(x: Any) -> bool:
-    """Whether `x` is an array, traced or not, or the shape of one.
+def is_traceable(x: Any) -> bool:
+    """Whether `x` is an array that JAX can trace, or the shape of one.
 
     An array of NumPy's has to hold numbers; one of JAX's may hold random keys.
     """

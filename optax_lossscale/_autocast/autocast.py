@@ -57,9 +57,12 @@ def autocast(
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters, if any. The sum of a
         product's result and a parameter, such as a bias, is stored in 16 bits between
-        products. Sums with other float32 arguments, or with parameters passed by
-        keyword, stay in float32. So list only parameters, never a recurrent state: it
-        would lose digits in 16 bits.
+        products. Sums with other float32 arguments, with parameters passed by keyword,
+        or with what is multiplied by a parameter of shape (), such as a step size, stay
+        in float32. So list only parameters, and those of usual sizes. A
+        recurrent state, or weights that inner steps update, would lose digits in 16
+        bits; a mask of -1e9 or statistics of 1e5, also those inside of a module, would
+        become infinite there.
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results
@@ -105,9 +108,10 @@ def autocast(
         """Traces a call, and plans the program."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         with as_program(fun, args, kwargs, parameters, low) as call:
+            # A single number may be a step size or a statistic, and of any size.
             kinds = [
-                Kind.PARAMETER if is_one else Kind.FLOAT32
-                for is_one in call.is_parameter
+                Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
+                for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
             ]
             # A TPU's compiler recomputes by itself where it lacks memory.
             casting = Casting(low, prevent_cse=jax.default_backend() != "tpu")
@@ -153,6 +157,6 @@ def _parameters(
 def _warn_of_nothing_narrowed(program: Any) -> None:
     """Warns if no product is narrowed, unless each one asks for its precision."""
     reasons = reasons_left(program)
-    if reasons and "" not in reasons:
+    if reasons:
         said = "; ".join(reasons)
         validation.warn(f"autocast leaves every matrix product as it is: {said}")

@@ -1,6 +1,7 @@
 """`cast_inputs`: a kernel that takes 16 bits, called from a model in float32."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
+from optax_lossscale._arrays.variables import find, is_variable, map_leaves
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
 
 
@@ -19,7 +21,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     `fun` is called as it is. So a model in float32 can call cuDNN's attention or a
     Pallas kernel, which `autocast` cannot look into. A large negative bias becomes -inf
     in float16: give the kernel a mask instead. Wrap a function with a custom derivative
-    as a whole, not the kernels in its rules.
+    as a whole, not the kernels in its rules. Modules of Flax NNX may be among the
+    arguments; what `fun` sets in their variables is kept.
 
     Args:
       fun: a function of arrays, trees of them and of anything else.
@@ -50,16 +53,30 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         low = AUTOCAST_DTYPE.value
         if low is None:
             return fun(*args, **kwargs)
-        args, kwargs = _cast(FLOAT32, low, (args, kwargs))
-        return _cast(low, FLOAT32, fun(*args, **kwargs))
+        cast_args, cast_kwargs = _cast(FLOAT32, low, (args, kwargs))
+        variables = find(is_variable, (args, kwargs))
+        copies = find(is_variable, (cast_args, cast_kwargs))
+        before = list(map(jax.tree.leaves, copies))
+        results = fun(*cast_args, **cast_kwargs)
+        # What `fun` has set in the copy of a variable is set in the variable.
+        for variable, copy, arrays in zip(variables, copies, before, strict=True):
+            if _is_set(copy, arrays):
+                variable.copy_from(_cast(low, FLOAT32, copy))
+        return _cast(low, FLOAT32, results)
 
     return of_cast
 
 
 def _cast(of: Any, to: Any, tree: Any) -> Any:
-    """Casts those arrays of a tree that have the dtype `of` to the dtype `to`."""
+    """A copy of a tree, whose arrays of dtype `of` are cast to the dtype `to`."""
 
     def cast(x):
         return in_dtype(to, x) if dtype_in(x) == of else x
 
-    return jax.tree.map(cast, tree)
+    return map_leaves(cast, tree)
+
+
+def _is_set(variable: Any, before: list[Any]) -> bool:
+    """Whether a variable of Flax NNX holds other arrays than `before`."""
+    after = jax.tree.leaves(variable)
+    return len(after) != len(before) or any(map(operator.is_not, after, before))

@@ -1,4 +1,4 @@
-"""What is cheap: an equation that is no slower to compute than its results to read."""
+"""What is cheap: an equation that islands may hold, repeat and recompute."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from optax_lossscale._programs.work import is_product
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether a compiler fuses an equation into those that read its results.
+    """Whether an equation takes so little that it may be computed more than once.
 
-    A call that only runs a program, as a `jit` does, is cheap if all equations in that
-    are. One with effects is not cheap, as it must not be repeated.
+    Its operation has to be `CHEAP`. A product is not cheap, and neither is an equation
+    with effects, which has to run once. One that holds programs is cheap if all
+    equations in them are.
     """
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits(eqn):
         return False

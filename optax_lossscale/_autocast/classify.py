@@ -8,13 +8,15 @@ from its numbers, which are not known yet:
   product, as in a model cast by hand.
 - A value computed from these in about their range is NEAR. It stays in float32, and is
   recomputed. How often it was multiplied is not counted: nine times 4 is still NEAR.
+  And parameters are taken to have about the size 1, whatever their numbers are.
 - Every other value may have another range or need more digits: FLOAT32.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
 PRODUCT, SUM, NEAR and FLOAT32. Mostly, the kind of a result is the latest of its
-operands' kinds in the order of `Kind`, or a later one. But what is added to a NEAR
-value gives a SUM if it is a PRODUCT, a SUM or NEAR itself; and a value minus its own
-mean, or over its own norm, is NEAR: see `normalized`.
+operands' kinds in the order of `Kind`, or a later one. There are two exceptions. The
+sum of a NEAR value and a PRODUCT, a SUM or another NEAR value is a SUM. And a value
+minus its own mean, or over its own norm, is NEAR, as `normalized` finds out: this saves
+memory and bytes in a ResNet, and in transformers with a norm after each sum.
 """
 
 import enum
@@ -26,7 +28,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.normalized import Part, is_normalized, part_of
-from optax_lossscale._autocast.products import is_narrowed, is_rewritten
+from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
 from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
@@ -43,15 +45,15 @@ class Kind(enum.IntEnum):
     """What a value is made of; the later kinds need more range, or more digits."""
 
     NUMBER = enum.auto()
-    """A literal between 1/256 and 4 or 0, a mask, or made from these."""
+    """A literal that is 0 or of a size from 1/256 to 4, a mask, or made from these."""
     PARAMETER = enum.auto()
-    """A parameter, or made from parameters and such numbers."""
+    """A parameter, or made from parameters and NUMBERs."""
     LARGE = enum.auto()
-    """A literal between 4 and 256, or made with one: what it multiplies may be large."""
+    """A literal of a size from 4 to 256, or made with one: for sums alone."""
     PRODUCT = enum.auto()
     """The result of a product, perhaps moved: it has 16 bits already."""
     SUM = enum.auto()
-    """A sum with such a result: stored in 16 bits from product to product."""
+    """A sum with a PRODUCT: stored in 16 bits from product to product."""
     NEAR = enum.auto()
     """Made from the kinds above, in about their range; added to a SUM, it gives one."""
     FLOAT32 = enum.auto()
@@ -59,12 +61,16 @@ class Kind(enum.IntEnum):
 
 
 Kinds = Sequence[Kind]
+"""The kinds of several values, in order."""
 
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # they leave a range as it is
 _CONSTANTS = _FACTORS | {Kind.LARGE}
 _IN_RANGE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
-_LARGEST = 2**8  # the size of a literal up to which a sum with it stays in range
+# By sizes of literals: what is multiplied or divided by one keeps its range, about
+_SMALLEST_FACTOR = 2**-8
+_LARGEST_FACTOR = 2**2
 _SMALLEST_DIVISOR = 2**-2
+_LARGEST_TERM = 2**8  # and what one is added to
 
 
 @remembered
@@ -78,7 +84,7 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
             results = [Kind.PRODUCT]
-        elif is_rewritten(eqn):
+        elif may_be_rewritten(eqn):
             results = _of_held(eqn, operands)
         else:
             results = [_of_result(eqn, operands)] * len(eqn.outvars)
@@ -105,9 +111,10 @@ def join(kinds: Iterable[Kind]) -> Kind:
 
 
 def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """The kind of the results of an operation that is no product and holds none."""
+    """The kind of an equation's results, if it is no product and is not rewritten."""
     its_traits = traits(eqn)
-    if Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_:
+    is_mask = Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
+    if is_mask:
         return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
@@ -150,15 +157,16 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
 def _of_literal(literal: Literal) -> Kind:
     """The kind of a literal, by its size.
 
-    It says by what a value is multiplied at most: two multiplications by 200 would
-    bring 2 beyond the range of float16.
+    A literal of several factors is LARGE: two multiplications by 200 would bring 2
+    beyond the range of float16.
     """
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
     size = abs(float(literal.val))
-    if size == 0 or 2**-8 <= size <= 2**2:
+    if size == 0 or _SMALLEST_FACTOR <= size <= _LARGEST_FACTOR:
         return Kind.NUMBER
-    return Kind.LARGE if 2**2 < size <= _LARGEST else Kind.FLOAT32
+    is_term = _LARGEST_FACTOR < size <= _LARGEST_TERM
+    return Kind.LARGE if is_term else Kind.FLOAT32
 
 
 # --- equations that hold programs ---
@@ -191,7 +199,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 
 
 def _of_held(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
-    """The kinds of the results of an equation that is rewritten."""
+    """The kinds of the results of an equation that may be rewritten."""
     inside = kinds_inside(eqn, operands)
     # Each result may come from any of the programs, or be the initial carry of a loop.
     results = list(map(join, zip(*_of_programs(eqn, inside), strict=True)))
@@ -210,10 +218,10 @@ def _of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether an equation scans over layers, each with a parameter matrix of its own."""
+    """Whether an equation scans over layers, each with matrices of parameters."""
     if Is.SCANS not in traits(eqn):
         return False
-    pairs = zip(eqn.invars, operands, strict=True)
-    scanned = list(pairs)[carried_by(eqn).stop :]
+    first_scanned = carried_by(eqn).stop
+    scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)
     of_parameters = (Kind.PARAMETER, Kind.LARGE)
     return any(kind in of_parameters and len(shape_in(v)) > 2 for v, kind in scanned)

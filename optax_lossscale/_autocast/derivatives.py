@@ -18,6 +18,8 @@ from optax_lossscale._programs.enter import Arrays, Function
 from optax_lossscale._programs.values import dtype_in, is_float
 
 Original = Callable[..., list[Any]]
+"""The equation as it was traced, but for the dtypes of its results."""
+
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a function whose products are narrowed, and whose dtypes are the original's."""
 

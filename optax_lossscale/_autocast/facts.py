@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from optax_lossscale._autocast.classify import Kind, classify
-from optax_lossscale._autocast.uses import KEPT, Use, Uses, uses
+from optax_lossscale._autocast.uses import STORED, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.values import FLOAT32, dtype_in
 
@@ -20,7 +20,7 @@ from optax_lossscale._programs.values import FLOAT32, dtype_in
 class Casting(NamedTuple):
     """How a program is rewritten."""
 
-    dtype: np.dtype  # the low one, of products
+    low: np.dtype  # the dtype of narrowed products
     # Whether the backward pass recomputes islands; not inside of the user's own
     # `jax.checkpoint`, which says itself what is kept
     recomputes: bool = True
@@ -41,8 +41,8 @@ class Facts(NamedTuple):
 
     @property
     def low(self) -> np.dtype:
-        """The dtype of narrowed products."""
-        return self.casting.dtype
+        """The low dtype, that of narrowed products."""
+        return self.casting.low
 
 
 def facts_of(
@@ -64,7 +64,7 @@ def facts_of(
     program = flat(jaxpr)
     kind_of = classify(jaxpr, kinds)
     after = uses(jaxpr, results)
-    low = casting.dtype
+    low = casting.low
     dtypes = {v: stored_dtype(v, kind, after[v], low) for v, kind in kind_of.items()}
     dtypes |= zip(program.ins, takes, strict=True)
     return Facts(program, kind_of, dtypes, after, casting)
@@ -78,5 +78,5 @@ def stored_dtype(v: Any, kind: Kind, use: Use, low: np.dtype) -> Any:
     digits are the same whether the equations that make and read it are in one program
     or, as with a `scan` or `cond` between them, in several.
     """
-    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
+    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and STORED in use)
     return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)

@@ -30,7 +30,10 @@ class _Apart(NamedTuple):
 
 
 class _AsItIs:
-    """An object of NNX that stays whole, as NNX lets no one change it in this trace."""
+    """An object of NNX that stays whole, as NNX lets no one change it in this trace.
+
+    It is no tree, so that JAX takes the object for a leaf.
+    """
 
     def __init__(self, x: Any):
         self.x = x
@@ -103,11 +106,6 @@ def _may_change(x: Any) -> bool:
 
     It does not if the traced function closes over the object.
     """
-    try:
-        for _, node in _nnx().iter_graph(x):
-            if is_variable(node):
-                # NNX has no public function that tells: write what is already there.
-                node.set_metadata(node.get_metadata())
-    except sys.modules["flax.errors"].TraceContextError:
-        return False
-    return True
+    variables = [node for _, node in _nnx().iter_graph(x) if is_variable(node)]
+    # NNX has no public attribute that tells.
+    return all(v._trace_state.is_valid() for v in variables)

@@ -1,8 +1,8 @@
-"""Find values minus their own mean, or over their own norm, by how these are computed.
+"""Find values minus their own mean, or over their own norm, by how they are computed.
 
-The result has about the size 1, or that of the value, so that 16 bits can hold it. But
-the norm has to be its own: over the norm of another value, or over a mean, which may be
-0, a value may have any size.
+What is minus its mean has about the size that it had, and what is over its norm about
+the size 1, so that 16 bits can hold either. But mean and norm have to be its own: over
+the norm of another value, or over a mean, which may be 0, a value may have any size.
 
 So each result on the way has a *part*: what it is, and of which value. The results of
 `x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, three times its
@@ -10,7 +10,8 @@ power (the sum of the squares, also if it is divided or has an epsilon), its inv
 norm, and `x` normalized. The parts of `x` minus its mean are *centred*: their power is
 the variance of `x`.
 
-Along which axes a norm sums, and in which order its numbers are, is not looked at.
+The axes of a mean or a norm are not looked at, nor is the order of its numbers. So rows
+over the norms of each other count as normalized, though they may have any size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.operations import Formula, Is, row_of, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.work import terms_of
 
@@ -29,16 +30,16 @@ class Part(NamedTuple):
     """What a result is, in the normalization of a value."""
 
     of: Any  # the value, a variable; None for what is computed from literals alone
-    # A word of the table below; for a literal "zero", "epsilon" if it is less than 1,
-    # "number", or "other" if it is negative
+    # A word of the table below. A literal is "zero", an "epsilon" if it is less than 1,
+    # a "number" if it is not, or "other" if it is negative.
     what: str
     is_centred: bool = False  # whether it is that of the value minus its mean
     terms: float = 1  # how many are summed, over what divides the sum: 1 for a mean
 
 
-# What an operation makes of parts of one value. Which operation is a "sum", "over" and
-# so on is in the column `formula` of the table of operations: a "bound" is the larger
-# of two numbers or their sum, a "choice" is one of two.
+# What an operation makes of parts of one value. The cell `formula` in the row of the
+# operation is the first word: a "bound" is the sum of two numbers or the larger one, a
+# "choice" one of them, and the other words say themselves what they are.
 _MADE: dict[tuple[str, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
@@ -71,7 +72,9 @@ _LEFT_OUT = {
     "choice": ("number",),
     "times": ("factor",),
 }
-_FEWEST = 2**-12  # the terms of a mean over devices, whose sum counts as one term
+# The least terms of a mean: over devices, where a sum counts as one term, it has a
+# fraction of 1
+_FEWEST = 2**-12
 
 
 def part_of(
@@ -81,32 +84,38 @@ def part_of(
 
     Args:
       eqn: the equation.
-      are_factors: whether each operand is a parameter, a mask or a literal of about the size 1.
+      are_factors: whether each operand is a parameter, a mask or a literal of about
+        the size 1.
       parts: the parts of earlier results; any other variable is a value of its own.
     """
     if len(eqn.outvars) != 1:
         return None
     operands = [_of_operand(v, parts) for v in eqn.invars]
-    if _only_moves(eqn):
+    if _rearranges(eqn):
         return operands[0]
     if all(part.of is None for part in operands):
         return Part(None, "number")
     if Is.MULTIPLIES in traits(eqn) and True in are_factors:
         operands[are_factors.index(True)] = Part(None, "factor")
     formula = _formula(eqn)
+    if formula is None:
+        return None
     left_out = _LEFT_OUT.get(formula, ())
     pairs = zip(eqn.invars, operands, strict=True)
-    operands = [part for v, part in pairs if is_float(v) and part.what not in left_out]
-    made = _MADE.get((formula, *[part.what for part in operands]))
-    values = [part for part in operands if part.of is not None]
-    if made is None or len({(part.of, part.is_centred) for part in values}) != 1:
+    combined = [part for v, part in pairs if is_float(v) and part.what not in left_out]
+    made = _MADE.get((formula, *[part.what for part in combined]))
+    of_values = [part for part in combined if part.of is not None]
+    sources = {(part.of, part.is_centred) for part in of_values}
+    if made is None or len(sources) != 1:
         return None
-    centres = formula == "minus" and len(values) == 2
-    terms = max(part.terms for part in values) * _terms(eqn)
-    # Only a mean is subtracted. A power that was divided by more than it sums is small.
-    if terms < _FEWEST or (centres and terms > 1):
+    ((value, is_centred),) = sources
+    subtracts_mean = formula == "minus" and len(of_values) == 2
+    terms = max(part.terms for part in of_values) * _terms(eqn)
+    # A power that was divided by more than it sums is small; a sum is larger than a
+    # mean.
+    if terms < _FEWEST or (subtracts_mean and terms > 1):
         return None
-    return Part(values[0].of, made, centres or values[0].is_centred, terms)
+    return Part(value, made, is_centred or subtracts_mean, terms)
 
 
 def is_normalized(part: Part) -> bool:
@@ -129,8 +138,8 @@ def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
     return Part(None, "epsilon" if abs(number) < 1 else "number")
 
 
-def _only_moves(eqn: JaxprEqn) -> bool:
-    """Whether the result has all numbers of the first operand, and no others."""
+def _rearranges(eqn: JaxprEqn) -> bool:
+    """Whether the result has all numbers of the first operand, in another order."""
     its_traits = traits(eqn)
     if Is.PLACES in its_traits:
         return len(eqn.invars) == 1
@@ -138,9 +147,9 @@ def _only_moves(eqn: JaxprEqn) -> bool:
     return bool(moves) and Is.SELECTS not in its_traits
 
 
-def _formula(eqn: JaxprEqn) -> str:
-    """The word for an equation's operation; "" for a power other than the square."""
-    return operation(eqn).formula if eqn.params.get("y", 2) == 2 else ""
+def _formula(eqn: JaxprEqn) -> Formula | None:
+    """The word for an equation's operation; None for a power other than the square."""
+    return row_of(eqn).formula if eqn.params.get("y", 2) == 2 else None
 
 
 def _terms(eqn: JaxprEqn) -> float:

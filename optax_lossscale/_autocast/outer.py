@@ -1,8 +1,8 @@
 """An outer product as a multiplication.
 
 A `dot_general` that sums nothing is not narrowed. But its derivatives are products that
-sum, and would run in float32 when JAX makes them from a `dot_general`. Those of a
-multiplication are multiplications and sums.
+sum, and those that JAX makes from a `dot_general` in float32 would run in float32. The
+derivatives of a multiplication are multiplications and sums.
 """
 
 from typing import Any
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """The result of a `dot_general` that sums nothing, by one multiplication."""
     (contracted, _), (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    # The axes of the result: those of the batch, those of x alone, then those of y
+    # The axes of the result are those of the batch, those of x alone, and those of y
     # alone. Contracted axes have length 1.
     shape = eqn.outvars[0].aval.shape
-    n_batch = len(batch_x)
+    first = range(len(batch_x))
     n_x = x.ndim - len(contracted)
-    x = jnp.moveaxis(x, batch_x, range(n_batch)).reshape(shape[:n_x])
-    y = jnp.moveaxis(y, batch_y, range(n_batch))
-    y = y.reshape(shape[:n_batch] + (1,) * (n_x - n_batch) + shape[n_x:])
-    return jnp.expand_dims(x, range(n_x, len(shape))) * y
+    of_batch, of_x, of_y = shape[: first.stop], shape[first.stop : n_x], shape[n_x:]
+    x = jnp.moveaxis(x, batch_x, first)
+    y = jnp.moveaxis(y, batch_y, first)
+    x = x.reshape(of_batch + of_x + (1,) * len(of_y))
+    y = y.reshape(of_batch + (1,) * len(of_x) + of_y)
+    return x * y

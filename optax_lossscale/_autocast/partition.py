@@ -15,6 +15,7 @@ from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._programs.values import variables
 
 Island = list[JaxprEqn]
+"""The equations of an island, in order."""
 
 
 def partition(

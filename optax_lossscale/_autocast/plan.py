@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._autocast.classify import Kind, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
-from optax_lossscale._autocast.products import holds_products
+from optax_lossscale._autocast.products import is_rewritten
 from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
@@ -54,7 +54,7 @@ def plan_for(
     """
     program = open_jaxpr(jaxpr)
     takes = tuple(
-        dtype_in(x if dtype_in(x) == casting.dtype else v)
+        dtype_in(x if dtype_in(x) == casting.low else v)
         for x, v in zip(args, program.invars, strict=True)
     )
     gives = tuple(dtypes_in(program.outvars))
@@ -78,7 +78,7 @@ def _plan(
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
         casting = casting._replace(keeps=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)
-    held = {eqn: _held(facts, eqn) for eqn in eqns if holds_products(eqn)}
+    held = {eqn: _held(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
     return Plan(takes, gives, facts.program, store(facts, held), casting)
 
 

@@ -1,9 +1,10 @@
 """Which products are narrowed, which programs are rewritten, and why others are left.
 
 A product is narrowed if its operands and its result are float32, and it does not ask
-for its precision. An equation is rewritten if `enter` can run it and nothing speaks
-against it, as a `while` that waits for a number to converge. `reasons_left` collects
-what `autocast` warns of where it narrows nothing.
+for its precision. An equation may be rewritten if its programs can be replaced, and
+nothing speaks against it, as in a `while` that waits for a number to converge; it is
+rewritten if it holds products as well. `reasons_left` collects what `autocast` warns of
+where it narrows nothing.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from optax_lossscale._programs.values import (
     FLOAT64,
     dtypes_in,
     is_float,
-    is_inexact,
+    is_inexact_dtype,
     variables,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
@@ -59,25 +60,24 @@ def is_outer_product(eqn: Any) -> bool:
 
 
 def _is_plain(eqn: Any) -> bool:
-    """Whether a product is of float32 in all, and does not ask for its precision."""
+    """Whether a product takes and gives float32, and does not ask for its precision."""
     dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
     return set(dtypes) == {FLOAT32} and not asks_for_precision(eqn)
 
 
-def is_rewritten(eqn: Any) -> bool:
-    """Whether the programs in an equation are rewritten, if they hold products."""
+def may_be_rewritten(eqn: Any) -> bool:
+    """Whether an equation holds programs whose products `autocast` may narrow."""
     return not _why_not_rewritten(eqn)
 
 
-def holds_products(eqn: Any) -> bool:
-    """Whether an equation is rewritten and holds products, or is a `custom_vjp`.
+def is_rewritten(eqn: Any) -> bool:
+    """Whether an equation is rewritten: it holds products, or may in a backward pass.
 
-    The rule of a `custom_jvp` is rewritten only if its function has products.
+    A `custom_vjp` may, whose rule is not seen. The rule of a `custom_jvp` is rewritten
+    only if its function has products.
     """
-    if not is_rewritten(eqn):
+    if not may_be_rewritten(eqn):
         return False
-    # The backward pass of a `custom_vjp` may have products where its forward pass has
-    # none.
     return Is.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
 
 
@@ -85,7 +85,7 @@ def holds_products(eqn: Any) -> bool:
 def _has_products(program: Any) -> bool:
     """Whether a program has products to narrow, or its derivatives may have some."""
     return any(
-        is_narrowed(eqn) or is_outer_product(eqn) or holds_products(eqn)
+        is_narrowed(eqn) or is_outer_product(eqn) or is_rewritten(eqn)
         for eqn in open_jaxpr(program).eqns
     )
 
@@ -98,37 +98,45 @@ def usual_product() -> Any:
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
-    """Why products of a program are not narrowed, and what to do, each reason once.
+    """Why no product of a program is narrowed, and what to do, each reason once.
 
-    Among the reasons is "" if any product is narrowed. There is none for products that
-    ask for their precision, or whose operands the user has cast.
+    There is no reason if some product is narrowed, and none for a product that asks for
+    its precision, or whose operands the user has cast.
     """
     if asks_for_precision(usual_product()):  # by `jax_default_matmul_precision`
         return (_AT_DEFAULT,)
-    return _reasons_left(program)
+    return () if _narrows(program) else _reasons(program)
 
 
 @remembered
-def _reasons_left(program: Any) -> tuple[str, ...]:
-    """The same as `reasons_left`, whatever the default precision is."""
+def _narrows(program: Any) -> bool:
+    """Whether any product of a program is narrowed."""
+    return any(
+        is_narrowed(eqn)
+        or (may_be_rewritten(eqn) and any(map(_narrows, programs_in(eqn))))
+        for eqn in open_jaxpr(program).eqns
+    )
+
+
+@remembered
+def _reasons(program: Any) -> tuple[str, ...]:
+    """The reasons for a program in which no product is narrowed."""
     reasons = itertools.chain.from_iterable(map(_why_left, open_jaxpr(program).eqns))
     return tuple(dict.fromkeys(reasons))
 
 
 def _why_left(eqn: Any) -> list[str]:
-    """The reasons for the products of one equation, or of the programs in it."""
-    if is_narrowed(eqn):
-        return [""]
+    """The reasons for an equation that is a product, or for those in its programs."""
     if is_product(eqn):
         dtypes = dtypes_in(eqn.invars[:2])
         if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
-        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact(d)]
+        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
         return [f"a product with {dtype} ({_CAST})" for dtype in exact]
-    inside = [why for program in programs_in(eqn) for why in _reasons_left(program)]
-    if "" in inside and not is_rewritten(eqn):
+    programs = programs_in(eqn)
+    if any(map(_narrows, programs)):  # but for what holds them
         return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
-    return inside
+    return [why for program in programs for why in _reasons(program)]
 
 
 def _why_not_rewritten(eqn: Any) -> str:

@@ -1,9 +1,10 @@
-"""Regions: the casts of their steps, and what they read, in which dtypes.
+"""Regions: the equations that run as one, what they cast, read and store.
 
-A region is made backward, from what it stores. Each of its steps casts its operands to
-the dtypes in which they were traced, or rounds them where its results are rounded
-anyway. A value that only products read, or steps that move it to products, is read in
-16 bits.
+`region_of_island` and `region_of_equation` make a region from its equations and from
+what it stores. A step of an island casts its operands to the dtypes in which they were
+traced; a few sums round them instead, as their results are rounded anyway. From the
+casts follows in which dtypes the region reads values from outside: in 16 bits those
+that only products read, or steps that move them to products.
 """
 
 import dataclasses
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
 
 Dtypes = Mapping[Var, Any]
+"""Values with the dtypes in which they are stored or read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation in a region."""
+    """An equation in a region, with the dtypes in which it takes its operands."""
 
     eqn: JaxprEqn
     # The dtype to which each operand is cast; None where it is read as it is stored
@@ -52,38 +54,34 @@ class Region:
     kept: frozenset[Var] = frozenset()  # the results that it keeps nevertheless
 
 
-def of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
-    """The region with these equations, which stores some of their results.
+def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
+    """The region with the given equations of an island.
 
-    A sum that is stored in 16 bits, or from which such a value is chosen, adds rounded
-    numbers, so that the compiler need not store an operand in float32. Without this, a
-    ResNet takes 1.08 of the memory and moves 1.03 of the bytes.
+    Args:
+      facts: the facts about the program.
+      eqns: the equations, in order.
+      stores: those of their results that the region stores, with the dtypes for them.
     """
-    low = facts.low
-    rounded = {v for v in stores if stores[v] == facts.dtypes[v] == low}
-    from_last: list[Step] = []
-    for eqn in reversed(eqns):
-        adds_rounded = False
-        if not rounded.isdisjoint(eqn.outvars):
-            operands = variables(eqn.invars)
-            rounded.update(v for v in operands if facts.kinds[v] == Kind.SUM)
-            adds_rounded = Is.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn)
-        from_last.append(Step(eqn, _takes(eqn, low, adds_rounded)))
-    steps = tuple(reversed(from_last))
+    rounding = _rounding_sums(facts, eqns, stores)
+    steps: list[Step] = []
+    for eqn in eqns:
+        casts = _rounds if eqn in rounding else _takes
+        steps.append(Step(eqn, casts(eqn, facts.low)))
     reads = _reads(facts, steps, stores)
     if not facts.casting.recomputes or not is_worth_recomputing(eqns):
         return Region(steps, reads, stores)
     keeps = kept(eqns, stores) if facts.casting.keeps else frozenset()
-    return Region(steps, reads, stores, True, keeps)
+    return Region(steps, reads, stores, is_recomputed=True, kept=keeps)
 
 
-def of_one(facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes) -> Region:
-    """The region of an equation that runs by itself.
+def region_of_equation(
+    facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes
+) -> Region:
+    """The region of an equation that runs by itself, which stores all of its results.
 
     What is sent, gets a name or is held by a barrier is in 16 bits if only products
-    read it. So devices send each other 16 bits, as in a model cast by hand. Without
-    this, they send 1.59 times the weights and activations in a ring, and 1.33 times
-    with a sequence gathered, as compiled for eight H100s with jax 0.12.
+    read it. So devices send each other 16 bits, as in a model cast by hand, and not
+    float32.
 
     Args:
       facts: the facts about the program.
@@ -93,15 +91,19 @@ def of_one(facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes) -> Re
     """
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
-    is_sent = _only_moves(eqn, results, low) and Is.CHEAP not in traits(eqn)
-    step = held or Step(eqn, _takes(eqn, low, is_sent))
+    is_sent = _moves_rounded(eqn, results, low) and Is.CHEAP not in traits(eqn)
+    casts = _rounds if is_sent else _takes
+    steps = [held or Step(eqn, casts(eqn, low))]
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
-    return Region((step,), _reads(facts, (step,), results), stores)
+    return Region(steps, _reads(facts, steps, results), stores)
 
 
-def need(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
-    """Adds a value that is needed in a dtype; one needed in two is in its own dtype."""
-    needed[v] = dtype if needed.get(v, dtype) == dtype else facts.dtypes[v]
+def for_both(facts: Facts, v: Var, one: Any, other: Any) -> Any:
+    """The dtype of a value for two readers, each of which needs it in a dtype.
+
+    If these differ, it is the dtype that `facts` has for the value.
+    """
+    return one if one == other else facts.dtypes[v]
 
 
 def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
@@ -109,29 +111,50 @@ def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
+def _rounding_sums(
+    facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes
+) -> set[JaxprEqn]:
+    """The sums of an island that round the numbers that they add.
+
+    They are those that are stored in 16 bits, or from which such a value is chosen. So
+    the compiler need not store their operands in float32. This saves bytes in a ResNet
+    and in transformers, and in a ResNet memory as well.
+    """
+    low = facts.low
+    rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}
+    found: set[JaxprEqn] = set()
+    for eqn in reversed(eqns):
+        if rounded.isdisjoint(eqn.outvars):
+            continue
+        operands = variables(eqn.invars)
+        rounded.update(v for v in operands if facts.kinds[v] == Kind.SUM)
+        if Is.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn):
+            found.add(eqn)
+    return found
+
+
 def _is_of_one_shape(eqn: JaxprEqn) -> bool:
     """Whether no operand is broadcast; the gradient of one that is would be a sum."""
     return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
 
 
-def _takes(eqn: JaxprEqn, low: Any, is_rounded: bool) -> list[Any]:
-    """The dtype to which an equation casts each operand; None for as it is stored.
-
-    Args:
-      eqn: the equation.
-      low: the dtype of products.
-      is_rounded: whether its result is in 16 bits, and it rounds its operands.
-    """
-    its_traits = traits(eqn)
-    as_traced = dtypes_in(eqn.invars)
+def _takes(eqn: JaxprEqn, low: Any) -> list[Any]:
+    """The dtype to which an equation casts each operand; None for as it is stored."""
     if is_narrowed(eqn):
-        return [low, low] + [None] * len(eqn.invars[2:])
-    # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
-    if is_rounded and Is.SPREADS not in its_traits:
-        return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
-    if not is_rounded and its_traits & (Is.MOVES | Is.SENDS):
+        others = eqn.invars[2:]
+        return [low, low] + [None] * len(others)
+    if traits(eqn) & (Is.MOVES | Is.SENDS):
         return [None] * len(eqn.invars)
-    return as_traced
+    return dtypes_in(eqn.invars)
+
+
+def _rounds(eqn: JaxprEqn, low: Any) -> list[Any]:
+    """The dtypes to which an equation casts its operands so that it gives 16 bits."""
+    as_traced = dtypes_in(eqn.invars)
+    # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
+    if Is.SPREADS in traits(eqn):
+        return as_traced
+    return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
 
 
 def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
@@ -139,12 +162,12 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
     low = facts.low
     needed = dict(results)
     for step in reversed(steps):
-        is_low = _only_moves(step.eqn, needed, low)
+        is_low = _moves_rounded(step.eqn, needed, low)
         for v, taken in zip(step.eqn.invars, step.takes, strict=True):
             if isinstance(v, Var):
                 is_rounded = is_low or taken == low
                 dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
-                need(facts, needed, v, dtype)
+                needed[v] = for_both(facts, v, dtype, needed.get(v, dtype))
     made = made_by([step.eqn for step in steps])
     return {v: dtype for v, dtype in needed.items() if v not in made}
 
@@ -154,8 +177,8 @@ def _rounded(facts: Facts, v: Var) -> Any:
     return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
 
 
-def _only_moves(eqn: JaxprEqn, needed: Dtypes, low: Any) -> bool:
-    """Whether an equation only moves numbers, all of which are needed in 16 bits."""
+def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: Any) -> bool:
+    """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
     moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
     if not moves or Is.ADDS_MANY in its_traits:

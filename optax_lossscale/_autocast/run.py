@@ -1,9 +1,9 @@
 """Run a program by its plan, region by region.
 
 Each region is a function from the values that it reads to those that it stores. A
-region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps its operands
-as residuals, and nothing else but the reductions that it keeps by name. A step that
-holds programs runs each of them by its own plan, in the same way.
+region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps what it
+reads as residuals, and nothing else but the reductions that `recomputed.kept` names. A
+step that holds programs runs each of them by its own plan, in the same way.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, name_of
 
-# The policy of regions that keep reductions: `_run_region` gives these the name.
+# The policy of regions that keep reductions, to which `_run_region` gives the name
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 # How a step runs that has a derivative of the user's own; `enter` would lose the rule
@@ -47,18 +47,18 @@ equal for all islands that compute the same.
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
-    """The results of a program for arguments in the dtypes that its plan takes."""
+    """The results of a program, for arguments that are cast to what its plan takes."""
     return _run(plan, args, {})
 
 
 def _run(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
-    """Runs each region of a program, and returns the program's results."""
+    """The results of a program; what several places run is added to `functions`."""
     program = plan.program
     args = in_dtypes(plan.takes, args)
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
     for region in plan.regions:
         operands = [values[v] for v in region.reads]
-        stored = _of_region(region, plan, functions)(operands)
+        stored = _region_function(region, plan, functions)(operands)
         values |= zip(region.stores, stored, strict=True)
     results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
     return in_dtypes(plan.gives, results)
@@ -67,7 +67,7 @@ def _run(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
 # --- functions that several places share ---
 
 
-def _of_region(region: Region, plan: Plan, functions: Functions) -> Function:
+def _region_function(region: Region, plan: Plan, functions: Functions) -> Function:
     """The function from what a region reads to what it stores."""
 
     def stored(operands):
@@ -83,11 +83,11 @@ def _of_region(region: Region, plan: Plan, functions: Functions) -> Function:
     return functions.setdefault(in_common(region, plan.casting), recomputed)
 
 
-def _of_program(plan: Plan, step: Step, functions: Functions) -> Function:
-    """A program that a step holds, to be run by its plan: traced once, as a `jit`.
+def _program_function(plan: Plan, step: Step, functions: Functions) -> Function:
+    """The function that runs a program of a step by its plan, in a `jit` of its own.
 
-    It stays a call only where the step was one. Elsewhere JAX puts it in its place: as
-    a call, the body of a scan over layers moves 1.05 of the bytes.
+    It stays a call only where the step was one. Elsewhere JAX puts it in its place, as
+    a compiler does less across a call: a scan over layers would move more bytes.
     """
 
     def results(args):
@@ -153,7 +153,7 @@ def _run_step(
             return _run_held(step, operands, casting, functions)
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        low = casting.dtype
+        low = casting.low
         if Is.SPREADS in traits(eqn) and region.stores.get(eqn.outvars[0]) == low:
             return _spread(eqn, operands, low)
     return bind(eqn, operands)
@@ -164,7 +164,7 @@ def _run_held(
 ) -> list[Any]:
     """The results of a step that holds programs, each of which runs by its plan."""
     eqn = step.eqn
-    programs = [_of_program(plan, step, functions) for plan in step.plans]
+    programs = [_program_function(plan, step, functions) for plan in step.plans]
     with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
     if with_rule is None:
         return enter(eqn, operands, programs)
@@ -186,9 +186,9 @@ def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
-    """Sends an array to many devices in 16 bits, with a derivative in float32.
+    """Sends an array to many devices in 16 bits, and its tangent in float32.
 
-    The transpose of the derivative sums over the devices.
+    The transpose of the latter is a sum over the devices.
     """
 
     @jax.custom_jvp
@@ -204,13 +204,13 @@ def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
 
 
 def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its products narrowed; it takes and gives the same dtypes.
+    """The function with its products narrowed, which gives the dtypes that it gave.
 
-    It traces `fun` when it is called, and runs the plan for that program.
+    Each call traces `fun`, and runs a plan for that program.
     """
 
     def of_arrays(*args):
-        with AUTOCAST_DTYPE(casting.dtype):
+        with AUTOCAST_DTYPE(casting.low):
             jaxpr, types = jax.make_jaxpr(fun, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
         plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)

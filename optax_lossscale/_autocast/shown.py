@@ -5,8 +5,8 @@
 This region reads the value 2, computes `exp` and `reduce_sum`, and stores the value 4
 in float32. The word `island` stands before a region that is recomputed in the backward
 pass, and `run` before any other: a single step, or an island that is not recomputed.
-After `keeping` are the steps whose results are kept. A step that is cheap may be in
-several lines. What nothing reads has no line, and literals are not shown.
+After `keeping` are the steps whose results are kept. A cheap step may be in several
+lines. What nothing reads has no line, and literals that a step reads are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ Names = Mapping[Var, str]
 
 
 def shown(plan: "Plan") -> str:
-    """A plan as text; an inner plan that several steps share is shown at the first."""
+    """A plan as text; one that several steps share is shown at the first of them."""
     return "\n".join(_lines(plan, set()))
 
 

@@ -2,16 +2,16 @@
 
 The pass goes backward, from the regions that read a value to the one that makes it. An
 island stores a value in 16 bits if no later region needs it in float32: a product needs
-16 bits, another island the dtype that `facts` has for the value. If a cheap step has
-results no smaller than the values that they are computed from, the islands that read
-these results repeat the step instead. An equation without effects whose results no
-region reads is in none. Most islands are recomputed in the backward pass from the
-values that they read, so that none of their float32 arrays has to be kept.
+16 bits, another island the dtype that `facts` has for the value. An island that reads
+the results of a cheap step may repeat the step instead, if these are no smaller than
+what the step reads. An equation without effects whose results no region reads is in no
+region. Most islands are recomputed in the backward pass from the values that they read,
+so that none of their float32 arrays has to be kept.
 
-Some rules here, in `region` and in `recomputed` say what they are worth: how much
-memory a model takes, and how many bytes it moves, without the rule, over the same model
-with it. `python -m benchmarks rules` measured this on programs compiled for an H100
-with jax 0.12.
+Each rule here, in `region`, `recomputed` and `classify` that is there for its cost says
+what it saves and in which models: memory, or bytes moved between memory and processor.
+The page docs/benchmarks/rules.md has the figures, which `python -m benchmarks rules`
+computes from programs compiled with the rule and without it.
 """
 
 from collections import ChainMap
@@ -28,10 +28,10 @@ from optax_lossscale._autocast.region import (
     Dtypes,
     Region,
     Step,
+    for_both,
     made_by,
-    need,
-    of_island,
-    of_one,
+    region_of_equation,
+    region_of_island,
 )
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import numbers_in, variables
@@ -44,27 +44,23 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
       facts: the facts about the program.
       held: a step for each equation that holds products.
     """
+    eqns = facts.program.eqns
     are_stored = of_products(facts)
     repeated = _repeated(facts, are_stored)
-    order = {eqn: n for n, eqn in enumerate(facts.program.eqns)}
+    order = {eqn: n for n, eqn in enumerate(eqns)}
     # The values that later regions read, or that are results, with their dtypes
     wanted = {v: facts.dtypes[v] for v in variables(facts.program.outs)}
     from_last: list[Region] = []
-    for part in reversed(partition(facts.program.eqns, are_stored)):
+    for part in reversed(partition(eqns, are_stored)):
         regions: list[Region] = []
         if isinstance(part, list):
-            makers = ChainMap(made_by(part), repeated)
-            for stores in _divided(facts, part, wanted):
-                eqns = sorted(_needed(stores, makers), key=order.__getitem__)
-                regions.append(of_island(facts, eqns, stores))
-                for v in stores:
-                    del makers[v]  # what follows reads it
+            regions = _of_island(facts, part, wanted, repeated, order)
         elif part.effects or any(v in wanted for v in part.outvars):
-            regions.append(of_one(facts, part, held.get(part), wanted))
+            regions = [region_of_equation(facts, part, held.get(part), wanted)]
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
-                need(facts, wanted, v, dtype)
+                wanted[v] = for_both(facts, v, dtype, wanted.get(v, dtype))
     return tuple(reversed(from_last))
 
 
@@ -77,15 +73,41 @@ def of_products(facts: Facts) -> Set[Var]:
     }
 
 
+def _of_island(
+    facts: Facts,
+    island: Island,
+    wanted: Dtypes,
+    repeated: dict[Var, JaxprEqn],
+    order: Mapping[JaxprEqn, int],
+) -> list[Region]:
+    """The regions of an island, in the order in which they run.
+
+    Args:
+      facts: the facts about the program.
+      island: the equations of the island.
+      wanted: the values that later regions read, with their dtypes.
+      repeated: the equations of the program that islands repeat, by their results.
+      order: the position of each equation in the program.
+    """
+    makers = made_by(island)
+    regions: list[Region] = []
+    for stores in _divided(facts, island, wanted):
+        needed = _needed(stores, ChainMap(makers, repeated))
+        eqns = sorted(needed, key=order.__getitem__)
+        regions.append(region_of_island(facts, eqns, stores))
+        # The regions after this one read what it stores.
+        makers = {v: eqn for v, eqn in makers.items() if v not in stores}
+    return regions
+
+
 def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
-    """What the regions of an island store, in the order in which they run.
+    """The values that each region of an island stores, in the order of running.
 
     A sum in 16 bits that the island itself reads, as one of a residual stream, is
     stored by a region of its own, which comes first. The steps that read the sum then
     read it as it is stored, and the gradient does not need its operands as well.
-    Without this, a transformer takes 1.04 of the memory and moves 1.01 of the bytes,
-    BERT 1.06 and 1.03; but Mamba moves 0.97 of the bytes, and a recommender takes 0.90
-    of the memory, though it moves 1.09 of the bytes.
+    This saves memory and bytes in transformers. A recommender moves fewer bytes by it,
+    but takes more memory, and Mamba moves more bytes.
     """
     stores = {v: wanted[v] for v in made_by(island) if v in wanted}
     read_here = {v for eqn in island for v in variables(eqn.invars)}
@@ -100,7 +122,7 @@ def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
 
 
 def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprEqn]:
-    """The equations that values depend on; what has no maker is read."""
+    """The equations that values depend on, among those of `makers`."""
     needed: set[JaxprEqn] = set()
     unread = list(values)
     while unread:
@@ -115,10 +137,9 @@ def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
     """The equations that islands repeat, by their results.
 
     They are cheap, and their results take no fewer bytes than the stored values that
-    they are computed from: a constant that is broadcast, a mask, or the `tanh` of a
-    product's result, of which an island keeps the operand for its gradient instead.
-    Without this, attention over long sequences takes 1.78 of the memory and moves 1.35
-    of the bytes, BERT 1.19 and 1.21, a transformer 1.15 and 1.17.
+    they are computed from. Examples are a constant that is broadcast, a mask, and the
+    `tanh` of a product's result, for whose gradient an island keeps that result.
+    This saves memory and bytes in transformers, most of them where sequences are long.
     """
     repeated: dict[Var, JaxprEqn] = {}
     sources: dict[Var, set[Var]] = {}  # of each, the values that are read to repeat it

@@ -18,7 +18,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.cheap import is_cheap
-from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
+from optax_lossscale._autocast.products import (
+    is_narrowed,
+    is_rewritten,
+    may_be_rewritten,
+)
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
@@ -36,10 +40,11 @@ class Use(enum.Flag):
 
 
 NOTHING = Use(0)
-KEPT = Use.MULTIPLIED | Use.PAST
+STORED = Use.MULTIPLIED | Use.PAST
 """The use of a value that has to be stored, and on which a product depends."""
 
 Uses = tuple[Use, ...]
+"""What is done with each of several values."""
 
 
 @remembered
@@ -56,7 +61,7 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
             after[eqn.outvars[0]] |= Use.PAST
         if is_narrowed(eqn):
             of_operands = [Use.MULTIPLIED] * 2
-        elif is_rewritten(eqn):
+        elif may_be_rewritten(eqn):
             of_results = tuple(after[v] for v in eqn.outvars)
             of_operands = uses_inside(eqn, results_inside(eqn, of_results))
         else:
@@ -70,7 +75,7 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
 def _of_operand(
     eqn: JaxprEqn, v: Any, depth: Mapping[Var, int], after: Mapping[Var, Use]
 ) -> Use:
-    """What an equation that is no product and is not rewritten does with an operand.
+    """What an equation, neither a product nor to be rewritten, does with an operand.
 
     Args:
       eqn: the equation.
@@ -99,7 +104,7 @@ def depths(program: Flat) -> Mapping[Var, int]:
     depth: dict[Var, int] = dict.fromkeys((*program.ins, *program.consts), 0)
     for eqn in program.eqns:
         before = max((depth[v] for v in variables(eqn.invars)), default=0)
-        adds_one = is_narrowed(eqn) or holds_products(eqn)
+        adds_one = is_narrowed(eqn) or is_rewritten(eqn)
         depth |= dict.fromkeys(eqn.outvars, before + adds_one)
     return depth
 

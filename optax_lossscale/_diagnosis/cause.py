@@ -19,7 +19,7 @@ import numpy as np
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
-from optax_lossscale._programs.values import HALVES, is_narrow
+from optax_lossscale._programs.values import HALVES, is_narrow_dtype
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
@@ -214,7 +214,7 @@ def _computed(note: Note) -> Note:
         read = _worst(note)
         if read is None or read.is_argument:
             break
-        if is_narrow(note.dtype) and not is_narrow(read.dtype):
+        if is_narrow_dtype(note.dtype) and not is_narrow_dtype(read.dtype):
             break
         note = read
     return note
@@ -223,7 +223,7 @@ def _computed(note: Note) -> Note:
 def _how_off(note: Note) -> How:
     """What an equation does whose result is off, but finite."""
     dtype = _computed(note).dtype
-    narrow = is_narrow(dtype)
+    narrow = is_narrow_dtype(dtype)
     if _cancels(note):
         return How.CANCELS
     if narrow and _vanishes(note, dtype):
@@ -245,7 +245,7 @@ def _how_not_finite(note: Note) -> How:
         return How.VANISHES
     # What a sum adds may overflow before the result. Other operations have a pole at
     # what their operands are rounded to.
-    is_infinite = is_narrow(note.dtype) and not note.nan
+    is_infinite = is_narrow_dtype(note.dtype) and not note.nan
     is_sum = note.is_any(_SUMS | Is.PRODUCT)
     return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
 
@@ -261,7 +261,7 @@ def _vanishes(note: Note, dtype: np.dtype) -> bool:
 
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
-    if not (is_narrow(note.dtype) and note.is_any(Is.SATURATES)):
+    if not (is_narrow_dtype(note.dtype) and note.is_any(Is.SATURATES)):
         return False
     return note.lost > 0 or note.at_limit
 
@@ -298,7 +298,7 @@ def _first_lost(note: Note) -> Note:
 def _rounded_before(note: Note) -> Iterator[Note]:
     """The nearest products in 16 bits before a result, and what is narrow since."""
     for one in all_before(note.reads, _rounded_in):
-        if is_narrow(one.dtype) and one.is_computed:
+        if is_narrow_dtype(one.dtype) and one.is_computed:
             yield one
 
 
@@ -307,7 +307,7 @@ def _rounded_in(note: Note) -> Sequence[Note]:
 
     None does in a product in 16 bits, nor a term that is small beside another.
     """
-    if is_narrow(note.dtype) and note.is_any(Is.PRODUCT):
+    if is_narrow_dtype(note.dtype) and note.is_any(Is.PRODUCT):
         return ()
     if not note.is_any(Is.ADDS_TWO):
         return note.reads

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
+from optax_lossscale._programs.values import dtype_in, is_float, is_narrow_dtype
 from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
@@ -88,8 +88,8 @@ def keeps_numbers(eqn: JaxprEqn) -> bool:
     if Is.CASTS not in kind:
         return bool(kind & (Is.MOVES | Is.PLACES | Is.SPREADS))
     (result,) = eqn.outvars
-    is_widened = is_float(result) and not is_narrow(dtype_in(result))
-    return is_widened and is_narrow(dtype_in(eqn.invars[0]))
+    is_widened = is_float(result) and not is_narrow_dtype(dtype_in(result))
+    return is_widened and is_narrow_dtype(dtype_in(eqn.invars[0]))
 
 
 @remembered

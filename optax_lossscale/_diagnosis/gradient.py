@@ -18,11 +18,11 @@ from jax.extend.core import ClosedJaxpr
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
-from optax_lossscale._autocast.arrays import is_array
+from optax_lossscale._autocast.arrays import is_traceable
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
-from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
+from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow_dtype
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
@@ -45,7 +45,7 @@ def gradient_of(
     Whatever is not an array is passed on to the loss function as it is. But JAX also
     differentiates floats of Python, if there is nothing else to differentiate.
     """
-    if not any(map(is_array, jax.tree.leaves(params))):
+    if not any(map(is_traceable, jax.tree.leaves(params))):
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     arguments = _arguments(everything)
@@ -59,7 +59,7 @@ def gradient_of(
         def loss_of_parameters(differentiated):
             left = iter((dict(enumerate(arrays)) | differentiated).values())
             params, args, kwargs = map_leaves(
-                lambda x: next(left) if is_array(x) else x, everything
+                lambda x: next(left) if is_traceable(x) else x, everything
             )
             loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
             return at_least_float32(loss), (loss, aux)
@@ -87,7 +87,7 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
             f"the loss must be a real floating-point scalar, got {loss.dtype}"
         )
     leaves = jax.tree.leaves(returned[1]) if has_aux else []
-    return loss, [x for x in leaves if is_array(x) and is_float(x)]
+    return loss, [x for x in leaves if is_traceable(x) and is_float(x)]
 
 
 def _arguments(everything: tuple) -> list[Argument]:
@@ -106,7 +106,7 @@ def _arguments(everything: tuple) -> list[Argument]:
             continue
         seen.add(id(leaf))
         name = prefixes[first.idx] + path_name(path)
-        for x in filter(is_array, jax.tree.leaves(leaf)):
+        for x in filter(is_traceable, jax.tree.leaves(leaf)):
             found.append(Argument(name, x, first.idx == 0 and is_float(x)))
     counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *(one.name for one in found)])
     for n, one in enumerate(found):
@@ -127,5 +127,5 @@ def _narrow_dtypes(jaxpr: ClosedJaxpr) -> tuple[np.dtype, ...]:
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
                 f"at {at.source}: give it a loss function that passes values on"
             )
-        dtypes.update(dict.fromkeys(filter(is_narrow, dtypes_in(at.eqn.outvars))))
+        dtypes.update(dict.fromkeys(filter(is_narrow_dtype, dtypes_in(at.eqn.outvars))))
     return tuple(dtypes)

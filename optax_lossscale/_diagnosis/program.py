@@ -17,15 +17,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
-from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.flat import all_flat
+from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     Atom,
     dtype_in,
     is_float,
-    is_inexact,
+    is_inexact_dtype,
     numbers_in,
     variables,
 )
@@ -99,7 +99,7 @@ def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
         return ()
     programs = programs_in(eqn)
     dtypes = frozenset().union(*map(dtypes_within, programs))
-    return programs if any(map(is_inexact, dtypes)) else ()
+    return programs if any(map(is_inexact_dtype, dtypes)) else ()
 
 
 def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:

@@ -23,8 +23,8 @@ from optax_lossscale._programs.values import (
     dtypes_in,
     in_dtype,
     in_dtypes,
-    is_inexact,
-    is_narrow,
+    is_inexact_dtype,
+    is_narrow_dtype,
     shape_in,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
@@ -36,9 +36,9 @@ def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
 
     All other dtypes stay as they are; and every one does if `wide` is None.
     """
-    if wide is None or not is_inexact(dtype):
+    if wide is None or not is_inexact_dtype(dtype):
         return dtype
-    return wide if is_narrow(dtype) else np.promote_types(dtype, wide)
+    return wide if is_narrow_dtype(dtype) else np.promote_types(dtype, wide)
 
 
 def widened(x: Array, wide: np.dtype | None) -> Array:
@@ -103,7 +103,7 @@ def _rewritten(
     if Is.OPAQUE in traits(eqn) or any(map(is_program, leaves)):
         raise NotImplementedError
     # `reduce_precision` to that of a narrower dtype rounds nothing in a wide one.
-    if "mantissa_bits" in params and is_narrow(dtype_in(eqn.invars[0])):
+    if "mantissa_bits" in params and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(ins)
     if not isinstance(params.get("precision"), (tuple, lax.Precision, type(None))):
         params["precision"] = None  # an algorithm for narrower operands

@@ -12,6 +12,6 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 - `lines.py`: the line of the user's code that made an equation.
 - `flat.py`: a program without its calls.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
-- `alike.py`: keys of equations that compute the same.
+- `keys.py`: keys of equations that compute the same.
 - `remembered.py`: results for a program, computed once.
 """

@@ -1,9 +1,10 @@
 """Run an equation that holds programs, such as a `scan`, with others in their place.
 
 `enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
-`lax.switch` and so on anew, with a function for each program that has its results. The
-functions may give other dtypes than the programs, as with narrowed products; those of a
-`cond` all give the same. A loop carries the dtypes of its operands.
+`lax.switch` and so on anew, with a function in the place of each program that gives the
+equation's results. A function may give other dtypes than its program, as it does with
+narrowed products. The functions of a `cond` have to give the same dtypes. A loop
+carries the dtypes of its operands, to which it casts what its function gives.
 """
 
 import functools
@@ -21,6 +22,7 @@ from optax_lossscale._programs.walk import arguments_of, carried_by
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays], list[Any]]
+"""A program as a function, from all of its arguments to its results."""
 
 
 def is_entered(eqn: Any) -> bool:
@@ -48,9 +50,9 @@ def _inlined(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
 
 def _checkpoint(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
-    # Such an equation recomputes the forward pass in a backward pass that was traced
-    # before. JAX puts a barrier there when it lowers the equation, so that the compiler
-    # does not merge both passes; for a new `checkpoint` it would not.
+    # Once differentiated, the equation recomputes a forward pass in a backward pass.
+    # JAX lowers it with a barrier, so that the compiler does not merge the two. It
+    # would lower a new `checkpoint` without.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
@@ -69,7 +71,7 @@ def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     carry = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
     params = {name: eqn.params[name] for name in ("reverse", "unroll")}
-    # That of arrays may be left open by `jax.export`, and is no number then.
+    # `jax.export` may leave the length of arrays open, which is no number then.
     length = None if xs else eqn.params["length"]
     carry, ys = lax.scan(body, carry, xs, length, **params)
     return [*carry, *ys]
@@ -100,7 +102,7 @@ def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)
-    # A branch for other platforms may not even compile for this one, as a kernel.
+    # A branch for other platforms, such as one with a kernel, may not compile for this.
     of_platforms: dict[str, Any] = {}
     for names, branch in zip(platforms, branches, strict=True):
         of_platforms |= dict.fromkeys(names or ["default"], branch)
@@ -128,7 +130,7 @@ _ENTER = {
     Is.MAPS: _shard_map,
 }
 ENTERED = functools.reduce(Is.__or__, _ENTER, Is.JVP | Is.VJP)
-"""The traits of operations whose programs may be replaced; each of these has one.
+"""The traits of operations whose programs may be replaced: each has exactly one.
 
-`enter` runs them but for those with a derivative of the user's: it would lose the rule.
+`enter` runs all of them but `JVP` and `VJP`, whose rules it would lose.
 """

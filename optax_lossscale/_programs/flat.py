@@ -15,6 +15,7 @@ from optax_lossscale._programs.enter import is_placed
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
@@ -27,30 +28,31 @@ class Flat(NamedTuple):
     # Where no line of the user's made an equation, it has that of the `jit` call
     eqns: list[JaxprEqn]
     ins: list[Var]  # the arguments
-    outs: list[Any]  # the results: variables and literals
+    outs: list[Any]  # the results: variables, and literals of one number
     consts: dict[Var, Any]  # the arrays that the program closes over
     names: Sequence[str]  # of the arguments, in the user's code; empty if unknown
 
 
 class _Call(NamedTuple):
-    """Where an equation is that calls a program."""
+    """A call, as the equations of the program that it runs have to know it."""
 
     scope: Any  # the stack of names around the program
-    caller: Any  # the traceback of the equation; None around the whole program
+    caller: Any  # the traceback of the call; None around the whole program
 
 
 @remembered
 def flat(program: Any) -> Flat:
-    """Flattens a program; a `jit` that is long, or has shardings, stays an equation.
+    """Flattens a program as far as `autocast` can use it.
 
-    So do checkpoints and custom derivatives.
+    A `jit` stays an equation if it is long or has shardings, and so do checkpoints and
+    functions with custom derivatives.
     """
     return _flattened(program, _short_jit)
 
 
 @remembered
 def all_flat(program: Any) -> Flat:
-    """Flattens a program so that no call is left, whatever it is good for."""
+    """Flattens a program so that no call is left, not even checkpoints and the like."""
     return _flattened(program, _called)
 
 
@@ -75,9 +77,12 @@ def _add(
     found.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
     of_call = dict(zip(jaxpr.invars, operands, strict=True))
 
-    def read(variables):
-        """Variables and literals of this program, by those that they become."""
-        return [v if isinstance(v, Literal) else of_call.get(v, v) for v in variables]
+    def read(values):
+        """What variables and literals of this program become in the flat one."""
+        return [
+            _as_read(found, v) if isinstance(v, Literal) else of_call.get(v, v)
+            for v in values
+        ]
 
     for eqn in jaxpr.eqns:
         eqn = _at(around, eqn).replace(invars=read(eqn.invars))
@@ -94,6 +99,18 @@ def _add(
             results = _add(found, inner, eqn.invars, call, inlined)
         of_call.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars)
+
+
+def _as_read(found: Flat, literal: Literal) -> Any:
+    """A number as it is; for an array that JAX wrote as a literal, a variable.
+
+    It does so with `jax_use_simplified_jaxpr_constants`.
+    """
+    if shape_in(literal) == ():
+        return literal
+    v = Var(literal.aval)
+    found.consts[v] = literal.val
+    return v
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:

@@ -1,15 +1,14 @@
 """The table of JAX's operations: a row for each, with what is known of it.
 
-`operation(eqn)` looks up the row of an equation's operation, and `traits(eqn)` only its
-traits. For `exp` these are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
-`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`, the
-backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where
-its operand has 16 bits.
+`row_of(eqn)` is the row of an equation's operation, and `traits(eqn)` the first cell of
+that row. For `exp` the traits are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
+`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`,
+the backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it
+where its operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
 import enum
-import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from optax_lossscale._programs.versions import name_of
 
@@ -103,273 +102,200 @@ class Is(enum.Flag):
     that clips, has to see the whole cotangent.
     """
     CHEAP = enum.auto()
-    """Takes no longer to recompute than its results take to read: compilers fuse it."""
+    """Takes one pass over its operands at most, and mostly not even that.
 
-
-class Operation(NamedTuple):
-    """A row of the table; the defaults are the row of an operation that is not in it.
-
-    So nothing is assumed of an unknown operation: it runs in the dtypes in which it was
-    traced, is not recomputed, and is taken to run every program among its parameters.
+    Compilers fuse most of these operations with those that read the results, so a
+    backward pass may recompute the results instead of keeping them.
     """
 
+
+Terms = Literal[
+    "axes",
+    "axis",
+    "contracted",
+    "dimensions",
+    "kernel",
+    "last",
+    "updates",
+    "window_dimensions",
+]
+"""What says how many terms an equation sums.
+
+It is the parameter of this name, or what `terms_of` in `_programs.work` takes for it.
+"""
+
+Formula = Literal[
+    "bound",
+    "choice",
+    "inverse root",
+    "minus",
+    "over",
+    "root",
+    "squared",
+    "sum",
+    "times",
+]
+"""What an operation is in the formula of a norm, as `_autocast.normalized` reads it."""
+
+
+class Row(NamedTuple):
+    """What is known of an operation."""
+
     traits: Is = Is(0)
-    # What determines how many terms each result sums: the name of a parameter, or a
-    # word that `_programs.work` explains
-    terms: str = ""
-    # What it is in the formula of a norm, if it may be in one: a word that
-    # `_autocast.normalized` explains
-    formula: str = ""
-    # The parameters that hold the programs that it runs, in the order of running; None
-    # means every parameter that holds one
-    programs: tuple[str, ...] | None = None
+    terms: Terms | None = None  # for one that sums
+    formula: Formula | None = None  # for one that a norm may be made of
+    # The parameters with the programs that it runs, in the order of running; None means
+    # every parameter that holds one
+    programs: tuple[str, ...] | None = ()
 
 
-# Operations have the names of their primitives, as jaxprs show them: `ragged_dot` is
-# `ragged_dot_general` here. The columns are the fields of `Operation`; below "is" are
-# the traits. A cell that is `-` or missing is empty: without `programs`, an operation
-# runs none.
-_ROWS = """
-# Operation               | is                     | terms      | formula   | programs
-# Returns its operands' numbers elsewhere
-copy                      | moves cheap
-dynamic_slice             | moves cheap selects
-name                      | moves names
-optimization_barrier      | moves
-reshape                   | moves cheap
-reshard                   | moves sends
-rev                       | moves cheap
-sharding_constraint       | moves sends
-slice                     | moves cheap selects
-split                     | moves cheap selects
-squeeze                   | moves cheap
-stop_gradient             | moves cheap
-transpose                 | moves cheap
-unstack                   | moves cheap selects
-# Goes from device to device
-all_gather                | sends spreads
-all_gather_invariant      | sends
-all_gather_reduced        | sends spreads
-all_to_all                | sends
-pmax                      | sends
-pmin                      | sends
-ppermute                  | sends
-psum                      | sends adds_many
-psum_invariant            | sends adds_many varies
-reduce_scatter            | sends adds_many
-unreduced_psum            | sends adds_many
-unreduced_reduce_scatter  | sends adds_many
-# Returns some of its operands' numbers
-abs                       | chooses cheap
-broadcast_in_dim          | places chooses cheap
-clamp                     | chooses cheap
-concatenate               | places chooses cheap
-convert_element_type      | places chooses casts cheap
-cummax                    | chooses
-cummin                    | chooses
-dynamic_update_slice      | chooses cheap
-gather                    | places chooses picks cheap
-max                       | chooses cheap          | -          | bound
-min                       | chooses cheap
-neg                       | chooses cheap
-pad                       | places chooses cheap fills pads
-pvary                     | spreads chooses cheap varies
-reduce_max                | chooses cheap reduces
-reduce_min                | chooses cheap reduces
-reduce_window_max         | chooses cheap
-reduce_window_min         | chooses cheap
-scatter                   | chooses cheap
-scatter-max               | chooses cheap
-scatter-min               | chooses cheap
-select_n                  | chooses cheap fills    | -          | choice
-sort                      | chooses
-stack                     | places chooses cheap
-tile                      | places chooses cheap
-top_k                     | chooses
-# Sums
-add                       | adds_two cheap         | -          | bound
-add_any                   | adds_two cheap
-cumsum                    | adds_many              | axis
-reduce                    | adds_many              | dimensions
-reduce_sum                | adds_many cheap reduces | axes       | sum
-reduce_window             | adds_many              | window_dimensions
-reduce_window_sum         | adds_many              | window_dimensions
-scatter-add               | adds_many cheap        | updates
-scatter-sub               | adds_many cheap        | updates
-select_and_scatter_add    | adds_many              | window_dimensions
-sub                       | adds_two cheap         | -          | minus
-# Has about the range of its operands
-ceil                      | near cheap
-div                       | divides near cheap     | -          | over
-erf                       | near saturates cheap
-floor                     | near cheap
-logistic                  | near saturates cheap
-mul                       | multiplies near cheap  | -          | times
-round                     | near cheap
-sign                      | near cheap
-tanh                      | near saturates cheap
-# Leaves, or bounds, their range
-cosh                      | exponential cheap
-cumlogsumexp              | exponential
-cumprod                   | exponential
-erfc                      | saturates cheap
-exp                       | exponential cheap
-exp2                      | exponential cheap
-expm1                     | exponential cheap
-integer_pow               | exponential cheap      | -          | squared
-lgamma                    | exponential
-log                       | exponential cheap
-log1p                     | exponential cheap
-log2                      | exponential cheap
-pow                       | exponential cheap
-reduce_prod               | exponential cheap reduces
-scatter-mul               | exponential cheap
-sinh                      | exponential cheap
-square                    | exponential cheap      | -          | squared
-# Products
-conv_general_dilated      | product                | kernel
-dot_general               | product outer cheap    | contracted
-ragged_dot_general        | product                | contracted
-scaled_dot                | product                | contracted
-scaled_matmul_wrapper     | product                | last
-# Bits
-bitcast_convert_type      | of_bits
-nextafter                 | of_bits
-random_gamma              | of_bits
-rng_uniform               | of_bits
-# What no jaxpr shows
-bcoo_dot_general          | opaque
-bcoo_dot_general_sampled  | opaque
-bcoo_spdot_general        | opaque
-bcsr_dot_general          | opaque
-call_exported             | opaque
-call_tf                   | opaque
-coo_matmat                | opaque
-coo_matvec                | opaque
-coo_spmm                  | opaque
-coo_spmv                  | opaque
-csr_matmat                | opaque
-csr_matvec                | opaque
-csr_spmm                  | opaque
-csr_spmv                  | opaque
-cudnn_fusion              | opaque
-dot_product_attention_bwd_wrapper | opaque
-dot_product_attention_fp8_bwd_wrapper | opaque
-dot_product_attention_fp8_fwd_wrapper | opaque
-dot_product_attention_fwd_wrapper | opaque
-ffi_call                  | opaque
-io_callback               | opaque once
-mosaic_gpu_call           | opaque
-pallas_call               | opaque
-pure_callback             | opaque
-spsolve                   | opaque
-tpu_custom_call           | opaque
-triton_kernel_call        | opaque
-# Runs code that returns nothing
-debug_callback            | once
-debug_print               | once
-# Holds programs
-closed_call               | inlined calls          | -          | -         | jaxpr call_jaxpr
-composite                 | calls                  | -          | -         | jaxpr
-cond                      | branches               | -          | -         | branches
-custom_jvp_call           | jvp cheap calls        | -          | -         | call_jaxpr
-custom_linear_solve       | -                      | -          | -         | jaxprs.solve
-custom_partitioning       | -                      | -          | -         | call
-custom_vjp_call           | vjp calls              | -          | -         | call_jaxpr
-custom_vmap_call          | calls                  | -          | -         | call
-CustomRoot                | -                      | -          | -         | solve_jaxpr
-eval_jaxpr                | inlined calls          | -          | -         | jaxpr call_jaxpr
-jit                       | inlined cheap calls    | -          | -         | jaxpr
-linear_call               | -                      | -          | -         | callee
-remat2                    | keeps calls            | -          | -         | jaxpr
-run_state                 | -                      | -          | -         | jaxpr
-scan                      | scans                  | -          | -         | jaxpr
-shard_map                 | maps                   | -          | -         | jaxpr
-while                     | waits                  | -          | -         | cond_jaxpr body_jaxpr
-xla_metadata_call         | calls                  | -          | -         | jaxpr
-# Cheap, of any range
-acos                      | cheap
-acosh                     | cheap
-and                       | cheap
-argmax                    | cheap
-argmin                    | cheap
-asin                      | cheap
-asinh                     | cheap
-atan                      | cheap
-atan2                     | cheap
-atanh                     | cheap
-cbrt                      | cheap
-cos                       | cheap
-eq                        | cheap
-erf_inv                   | cheap
-ge                        | cheap
-gt                        | cheap
-iota                      | cheap
-is_finite                 | cheap
-le                        | cheap
-lt                        | cheap
-ne                        | cheap
-not                       | cheap
-one_minus_square          | cheap
-or                        | cheap
-reduce_and                | cheap
-reduce_or                 | cheap
-rem                       | cheap
-rsqrt                     | cheap                  | -          | inverse root
-sin                       | cheap
-sqrt                      | cheap                  | -          | root
-tan                       | cheap
-xor                       | cheap
+UNKNOWN = Row(programs=None)
+"""The row of an operation that is not in the table, of which nothing is assumed.
+
+`autocast` runs it in the dtypes in which it was traced, never narrows the products in
+its programs, and never recomputes it. The reports take it to run every program among
+its parameters, and `dtype_report` lists it among what it cannot look into.
 """
 
-# Operations of which nothing is assumed, and that run no program: known all the same,
-# so `dtype_report` does not list them as what it cannot look into.
-_OTHERS = """
-accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract
-bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose
-bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e broadcast_to cholesky
-cholesky_update clz complex conj coo_fromdense coo_todense create_token csr_fromdense
-csr_todense device_put digamma dim_as_value dimension_size
-eig eigh empty empty2 empty_ref fft free_ref freeze from_edtype geqp3 geqrf get
-hessenberg householder_product igamma igamma_grad_a igammac imag iota_2x32_shape
-layout_constraint lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast
-platform_index polygamma population_count qr ragged_all_to_all random_bits random_clone
-random_fold_in random_seed random_split random_unwrap random_wrap real
-reciprocal reduce_precision reduce_xor regularized_incomplete_beta rng_bit_generator
-schur select_and_gather_add select_and_scatter shift_left shift_right_arithmetic
-shift_right_logical svd swap symmetric_product threefry2x32 tie to_edtype
-triangular_solve tridiagonal tridiagonal_solve with_memory_space_constraint zeros_like
-zeta
-"""
+# By the names of primitives, as jaxprs show them: `ragged_dot` is `ragged_dot_general`
+# here. Operations of which the same is known share a row.
+_ROWS = {
+    # Returns its operands' numbers elsewhere
+    "copy reshape rev squeeze stop_gradient transpose": Row(Is.MOVES | Is.CHEAP),
+    "dynamic_slice slice split unstack": Row(Is.MOVES | Is.CHEAP | Is.SELECTS),
+    "name": Row(Is.MOVES | Is.NAMES),
+    "optimization_barrier": Row(Is.MOVES),
+    "reshard sharding_constraint": Row(Is.MOVES | Is.SENDS),
+    # Goes from device to device
+    "all_gather all_gather_reduced": Row(Is.SENDS | Is.SPREADS),
+    "all_gather_invariant all_to_all pmax pmin ppermute": Row(Is.SENDS),
+    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": Row(
+        Is.SENDS | Is.ADDS_MANY
+    ),
+    "psum_invariant": Row(Is.SENDS | Is.ADDS_MANY | Is.VARIES),
+    # Returns some of its operands' numbers
+    (
+        "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
+        "scatter scatter-max scatter-min"
+    ): Row(Is.CHOOSES | Is.CHEAP),
+    "broadcast_in_dim concatenate stack tile": Row(Is.PLACES | Is.CHOOSES | Is.CHEAP),
+    "convert_element_type": Row(Is.PLACES | Is.CHOOSES | Is.CASTS | Is.CHEAP),
+    "cummax cummin sort top_k": Row(Is.CHOOSES),
+    "gather": Row(Is.PLACES | Is.CHOOSES | Is.PICKS | Is.CHEAP),
+    "max": Row(Is.CHOOSES | Is.CHEAP, formula="bound"),
+    "pad": Row(Is.PLACES | Is.CHOOSES | Is.CHEAP | Is.FILLS | Is.PADS),
+    "pvary": Row(Is.SPREADS | Is.CHOOSES | Is.CHEAP | Is.VARIES),
+    "reduce_max reduce_min": Row(Is.CHOOSES | Is.CHEAP | Is.REDUCES),
+    "select_n": Row(Is.CHOOSES | Is.CHEAP | Is.FILLS, formula="choice"),
+    # Sums
+    "add": Row(Is.ADDS_TWO | Is.CHEAP, formula="bound"),
+    "add_any": Row(Is.ADDS_TWO | Is.CHEAP),
+    "cumsum": Row(Is.ADDS_MANY, terms="axis"),
+    "reduce": Row(Is.ADDS_MANY, terms="dimensions"),
+    "reduce_sum": Row(
+        Is.ADDS_MANY | Is.CHEAP | Is.REDUCES, terms="axes", formula="sum"
+    ),
+    "reduce_window reduce_window_sum select_and_scatter_add": Row(
+        Is.ADDS_MANY, terms="window_dimensions"
+    ),
+    "scatter-add scatter-sub": Row(Is.ADDS_MANY | Is.CHEAP, terms="updates"),
+    "sub": Row(Is.ADDS_TWO | Is.CHEAP, formula="minus"),
+    # Has about the range of its operands
+    "ceil floor round sign": Row(Is.NEAR | Is.CHEAP),
+    "div": Row(Is.DIVIDES | Is.NEAR | Is.CHEAP, formula="over"),
+    "erf logistic tanh": Row(Is.NEAR | Is.SATURATES | Is.CHEAP),
+    "mul": Row(Is.MULTIPLIES | Is.NEAR | Is.CHEAP, formula="times"),
+    # Leaves, or bounds, their range
+    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": Row(
+        Is.EXPONENTIAL | Is.CHEAP
+    ),
+    "cumlogsumexp cumprod lgamma": Row(Is.EXPONENTIAL),
+    "erfc": Row(Is.SATURATES | Is.CHEAP),
+    "integer_pow square": Row(Is.EXPONENTIAL | Is.CHEAP, formula="squared"),
+    "reduce_prod": Row(Is.EXPONENTIAL | Is.CHEAP | Is.REDUCES),
+    # Products
+    "conv_general_dilated": Row(Is.PRODUCT, terms="kernel"),
+    "dot_general": Row(Is.PRODUCT | Is.OUTER | Is.CHEAP, terms="contracted"),
+    "ragged_dot_general scaled_dot": Row(Is.PRODUCT, terms="contracted"),
+    "scaled_matmul_wrapper": Row(Is.PRODUCT, terms="last"),
+    # Bits
+    "bitcast_convert_type nextafter random_gamma rng_uniform": Row(Is.OF_BITS),
+    # What no jaxpr shows
+    (
+        "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general "
+        "bcsr_dot_general call_exported call_tf coo_matmat coo_matvec coo_spmm "
+        "coo_spmv core_map csr_matmat csr_matvec csr_spmm csr_spmv cudnn_fusion "
+        "dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper "
+        "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper "
+        "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
+        "tpu_custom_call triton_kernel_call"
+    ): Row(Is.OPAQUE),
+    "io_callback": Row(Is.OPAQUE | Is.ONCE),
+    # Runs code that returns nothing
+    "debug_callback debug_print inspect_sharding": Row(Is.ONCE),
+    # Holds programs
+    "closed_call eval_jaxpr": Row(
+        Is.INLINED | Is.CALLS, programs=("jaxpr", "call_jaxpr")
+    ),
+    "composite xla_metadata_call": Row(Is.CALLS, programs=("jaxpr",)),
+    "cond": Row(Is.BRANCHES, programs=("branches",)),
+    "custom_jvp_call": Row(Is.JVP | Is.CHEAP | Is.CALLS, programs=("call_jaxpr",)),
+    "custom_linear_solve": Row(programs=("jaxprs.solve",)),
+    "custom_partitioning": Row(programs=("call",)),
+    "custom_vjp_call": Row(Is.VJP | Is.CALLS, programs=("call_jaxpr",)),
+    "custom_vmap_call": Row(Is.CALLS, programs=("call",)),
+    "CustomRoot": Row(programs=("solve_jaxpr",)),
+    "jit": Row(Is.INLINED | Is.CHEAP | Is.CALLS, programs=("jaxpr",)),
+    "linear_call": Row(programs=("callee",)),
+    "remat_opt": Row(Is.INLINED | Is.CALLS, programs=("fwd_jaxpr",)),
+    "remat2": Row(Is.KEEPS | Is.CALLS, programs=("jaxpr",)),
+    "run_state": Row(programs=("jaxpr",)),
+    "scan": Row(Is.SCANS, programs=("jaxpr",)),
+    "shard_map": Row(Is.MAPS, programs=("jaxpr",)),
+    "while": Row(Is.WAITS, programs=("cond_jaxpr", "body_jaxpr")),
+    # Cheap, of any range
+    (
+        "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
+        "ge gt iota is_finite le lt ne not one_minus_square or polynomial "
+        "reduce_and reduce_or rem sin tan xor"
+    ): Row(Is.CHEAP),
+    "rsqrt": Row(Is.CHEAP, formula="inverse root"),
+    "sqrt": Row(Is.CHEAP, formula="root"),
+    # Treated like an unknown operation, but known to run no program
+    (
+        "accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract "
+        "bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense "
+        "bcoo_transpose bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e "
+        "bessel_i1e broadcast_to cholesky cholesky_update clz complex conj "
+        "coo_fromdense coo_todense create_token csr_fromdense csr_todense device_put "
+        "digamma dim_as_value dimension_size eig eigh empty empty2 empty_ref fft "
+        "free_ref freeze from_edtype geqp3 geqrf get hessenberg householder_product "
+        "igamma igamma_grad_a igammac imag iota_2x32_shape layout_constraint lu "
+        "lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast platform_index "
+        "polygamma population_count qr ragged_all_to_all random_bits random_clone "
+        "random_fold_in random_seed random_split random_unwrap random_wrap real "
+        "reciprocal reduce_precision reduce_xor regularized_incomplete_beta "
+        "rng_bit_generator schur select_and_gather_add select_and_scatter shift_left "
+        "shift_right_arithmetic shift_right_logical svd swap symmetric_product "
+        "threefry2x32 tie to_edtype triangular_solve tridiagonal tridiagonal_solve "
+        "with_memory_space_constraint zeros_like zeta"
+    ): Row(),
+}
 
-
-def _row(line: str) -> tuple[str, Operation]:
-    """The name in a line of the table, and its row; a cell of `-` is empty."""
-    cells = [cell.strip().removeprefix("-") for cell in line.split(" | ")]
-    name, words, terms, formula, programs = cells + [""] * (5 - len(cells))
-    flags = (Is[word.upper()] for word in words.split())
-    every = functools.reduce(Is.__or__, flags, Is(0))
-    return name, Operation(every, terms, formula, tuple(programs.split()))
-
-
-TABLE = dict.fromkeys(_OTHERS.split(), Operation(programs=())) | dict(
-    _row(line) for line in _ROWS.splitlines() if line and not line.startswith("#")
-)
+TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
 """The row of each operation, by the operation's name in JAX."""
 
-_UNKNOWN = Operation()
 
-
-def operation(eqn: Any) -> Operation:
-    """The row of an equation's operation; the defaults, if the table has none."""
-    return TABLE.get(name_of(eqn), _UNKNOWN)
+def row_of(eqn: Any) -> Row:
+    """The row of an equation's operation; `UNKNOWN` if the table has none."""
+    return TABLE.get(name_of(eqn), UNKNOWN)
 
 
 def traits(eqn: Any) -> Is:
     """The traits of an equation's operation."""
-    return operation(eqn).traits
+    return row_of(eqn).traits
 
 
 def traits_of(name: str) -> Is:
     """The traits of the operation of this name; `Is(0)` if it is not in the table."""
-    return TABLE.get(name, _UNKNOWN).traits
+    return TABLE.get(name, UNKNOWN).traits

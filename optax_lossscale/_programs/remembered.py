@@ -1,9 +1,9 @@
 """`remembered`: a cache for pure functions of a program.
 
-JAX shares the jaxpr of a jitted function between all of its calls. So if a function
-calls another twice, which calls a third twice, and so on, a program of few jaxprs runs
-exponentially many. So a function that goes through programs visits each jaxpr once, and
-remembers what it found. Only `all_flat` visits each call, as it is for running them.
+JAX shares the jaxpr of a jitted function between all of its calls. If a function calls
+another twice, which calls a third twice, and so on, a program of few jaxprs makes
+exponentially many calls. A function that is remembered visits each jaxpr once instead.
+Only `all_flat` visits each call, as what it returns is to be run.
 """
 
 import functools

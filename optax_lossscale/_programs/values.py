@@ -1,7 +1,7 @@
-"""Values and their dtypes.
+"""The dtypes, shapes and sizes of values.
 
-`dtype_in` and `is_float` take anything that may have a dtype: an array, traced or not,
-or a variable or literal of a jaxpr. `is_inexact` and `is_narrow` take the dtype.
+A *value* is anything that may have a dtype: an array, traced or not, or a variable or
+literal of a jaxpr.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Array = jax.Array | np.ndarray
 """An array on a device or on the host."""
 
 Atom = Var | Literal
-"""What an equation reads."""
+"""What an equation reads: a variable, or a literal."""
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
@@ -35,17 +35,17 @@ def dtype_in(x: Any) -> Any:
 
 def is_float(v: Any) -> bool:
     """Whether a variable or an array holds floating-point or complex numbers."""
-    return is_inexact(dtype_in(v))
+    return is_inexact_dtype(dtype_in(v))
 
 
 @functools.cache
-def is_inexact(dtype: Any) -> bool:
+def is_inexact_dtype(dtype: Any) -> bool:
     """Whether a dtype is a floating-point or complex one; None is not."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 @functools.cache
-def is_narrow(dtype: Any) -> bool:
+def is_narrow_dtype(dtype: Any) -> bool:
     """Whether a dtype is a floating-point one of 16 bits or fewer; None is not."""
     return (
         dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
@@ -106,5 +106,5 @@ def variables(values: Sequence[Any]) -> list[Var]:
 
 
 def numbers_in(array: Any) -> int:
-    """How many numbers an array has, where `lengths_of` gives its axes."""
+    """How many numbers an array has, by the `lengths_of` its axes."""
     return math.prod(lengths_of(array))

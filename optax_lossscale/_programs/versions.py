@@ -2,9 +2,9 @@
 
 JAX's jaxprs are internal, and change from release to release. Attributes that differ
 are read in this file; `since jax` and `before jax` mark the cases. An operation that
-only some releases have is a row of `operations.py` like any other. The first functions
-take an open jaxpr (`jax.extend.core.Jaxpr`) as well as a closed one, which comes with
-its constants, as operations hold either.
+only some releases have is in the table of `operations.py` like any other. A function
+with an argument `jaxpr` takes an open one (`jax.extend.core.Jaxpr`), or a closed one,
+which has the values of its constants: equations hold either.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.operations import Is, row_of, traits
 from optax_lossscale._programs.versions import (
     is_program,
     open_jaxpr,
@@ -24,7 +24,7 @@ from optax_lossscale._programs.versions import (
 def programs_in(eqn: Any) -> list[Any]:
     """The programs that an equation holds and runs, in the order of running."""
     params = params_of(eqn)
-    names = operation(eqn).programs
+    names = row_of(eqn).programs
     if names is None:
         parameters = list(params.values())
     else:

@@ -1,4 +1,4 @@
-"""Products and sums: which equations are products, and how much an equation computes.
+"""Products and sums: which equations are products, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums; an inner
 product to single numbers is none, and neither is an outer product, which sums nothing.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.operations import Is, row_of, traits
 from optax_lossscale._programs.values import lengths_of
 
 
@@ -68,7 +68,7 @@ def terms_of(eqn: Any) -> int:
 
     A sum over devices counts as none.
     """
-    terms = operation(eqn).terms
+    terms = row_of(eqn).terms
     if not terms:
         return 1
     params = eqn.params

@@ -159,3 +159,30 @@ def test_a_forward_rule_that_calls_a_kernel_is_given_16_bits_too():
     grads = jax.grad(ols.autocast(lambda w: jnp.sum(f(w, Q[0]) ** 2)))(W)
     exact = jax.grad(lambda w: jnp.sum(attention(Q[0], w, w) ** 2))(W)
     chex.assert_trees_all_close(grads, exact, rtol=0.05, atol=0.02)
+
+
+def test_what_it_sets_in_an_nnx_module_is_kept():
+    """And parameters, which it reads in 16 bits, keep their digits."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.BatchStat(jnp.zeros(()))
+            self.again = self.count
+            self.w = nnx.Param(W)
+
+        def __call__(self, x):
+            assert self.w[...].dtype == jnp.float16
+            self.count[...] = self.count[...] + 1
+            self.again[...] = self.again[...] + 1
+            return x @ self.w[...]
+
+    model = Counting()
+    kernel = ols.cast_inputs(lambda model, x: model(x))
+    out = ols.autocast(lambda model, x: kernel(model, x) + kernel(model, x))(model, Q)
+    assert out.dtype == model.count[...].dtype == jnp.float32
+    assert model.count[...] == 4
+    assert model.again is model.count
+    np.testing.assert_array_equal(model.w[...], W)
+    with pytest.raises(Exception, match="different trace level"):
+        ols.autocast(lambda x: kernel(model, x))(Q)

@@ -855,6 +855,30 @@ def test_a_custom_jvp_that_sums_many_tangents():
     holds(lambda p, x: f(jnp.tile(x, (16, 1)) @ p["w"], p["w"]) @ p["v"])
 
 
+def test_a_custom_vjp_whose_forward_pass_jax_optimizes():
+    @jax.custom_vjp
+    def f(w, x):
+        return jnp.sin(x @ w)
+
+    def forward(w, x):
+        return f(w, x), (w, x, jnp.cos(x @ w))
+
+    def backward(saved, g):
+        w, x, slope = saved
+        return x.T @ (g * slope), (g * slope) @ w.T
+
+    f.defvjp(forward, backward, optimize_remat=True)
+    loss = lambda w, x: jnp.mean(f(w, x) ** 2)
+    step = jax.value_and_grad(ols.autocast(loss), (0, 1))
+    assert_close(step(W, X), jax.value_and_grad(loss, (0, 1))(W, X), 0.02)
+    assert products(step, W, X).keys() == {"float16"}
+    large = 100 * jnp.ones((8, 8), jnp.float16)
+    report = ols.diagnose(
+        lambda w: jnp.mean((f(w, w) + w @ w).astype(jnp.float32)), large
+    )
+    assert report.loss_in_float32 == pytest.approx(8e4, rel=1e-3)
+
+
 def test_custom_vjps_of_every_make():
     @jax.custom_gradient
     def clipped(x):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from against_float32 import assert_close, normal, products
 from jax import lax
+from jax.extend.core import Literal
 
 import optax_lossscale as ols
 
@@ -623,3 +624,28 @@ def test_a_scan_over_an_axis_that_an_export_leaves_open():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (n, 4))]
     exported = export.export(jax.jit(ols.autocast(summed)))(*shapes)
     assert_close(exported.call(w, x), summed(w, x), 0.005)
+
+
+@pytest.fixture
+def arrays_as_literals():
+    """JAX writes the arrays that a function closes over as literals of its jaxpr."""
+    name = "jax_use_simplified_jaxpr_constants"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("arrays_as_literals")
+def test_arrays_that_jaxprs_hold_as_literals():
+    w, x, shift = normal(0, 4, 4), normal(1, 3, 4), np.float32(normal(2, 4))
+
+    def fun(w, x):
+        h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ w / shift), shift), x, length=2)
+        return jnp.mean((h - shift) ** 2), shift
+
+    assert any(isinstance(v, Literal) for v in jax.make_jaxpr(fun)(w, x).jaxpr.outvars)
+    value_and_grad = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))
+    exact = value_and_grad(fun)(w, x)
+    assert_close(value_and_grad(ols.autocast(fun))(w, x), exact, 0.02)
+    assert "fine" in ols.diagnose(lambda w, x: fun(w, x)[0], w, x).verdict

@@ -1047,3 +1047,18 @@ def test_a_sum_beyond_the_range_of_16_bits_is_finite(widen):
 
     w, x = jnp.eye(8), jnp.ones((4, 8))
     assert_close(ols.autocast(fun)(w, x), fun(w, x), 0.01)
+
+
+def test_steps_whose_size_is_a_parameter_are_not_lost():
+    """Half an ulp of the weights in float16 is more than a step."""
+
+    def adapted(p, x):
+        inner = lambda w: jnp.mean((x @ w - 1) ** 2)
+        w = p["w"]
+        for _ in range(8):
+            w = w - p["rate"] * jax.grad(inner)(w)
+        return 1e3 * (inner(w) - inner(p["w"]))
+
+    p, x = {"w": normal(0, 8, 8), "rate": jnp.float32(1e-3)}, normal(1, 16, 8)
+    step = lambda f: jax.jit(jax.value_and_grad(f))(p, x)
+    assert_close(step(ols.autocast(adapted)), step(adapted), 0.05)

@@ -12,10 +12,12 @@ from jax.extend.core import Primitive
 import optax_lossscale
 from optax_lossscale._programs.enter import ENTERED
 from optax_lossscale._programs.operations import (
+    _ROWS,
     TABLE,
+    UNKNOWN,
     Is,
-    Operation,
-    operation,
+    Row,
+    row_of,
 )
 from optax_lossscale._programs.work import terms_of
 
@@ -68,8 +70,15 @@ def test_each_way_to_be_entered_is_that_of_an_operation_which_runs_so(flag):
 def test_of_an_unknown_operation_nothing_is_assumed():
     (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
     unknown = eqn.replace(primitive=Primitive("unheard of"))
-    assert operation(unknown) == Operation()
-    assert Operation().programs is None  # all of its parameters may hold some
+    assert row_of(unknown) == UNKNOWN
+    # All of its parameters may hold programs that it runs.
+    assert Row(programs=None) == UNKNOWN
+
+
+def test_each_operation_has_one_row():
+    names = " ".join(_ROWS).split()
+    assert sorted(names) == sorted(TABLE)
+    assert len(set(_ROWS.values())) == len(_ROWS)
 
 
 PAIRS = [

@@ -1,0 +1,36 @@
+"""Keys that are equal for equations that compute the same, whatever their variables.
+
+The layers of a model are often alike, and by its key a layer is known to be one that
+was traced or compiled before. As each layer has variables of its own, the keys here
+leave the operands out; a caller adds them, numbered by their positions in the layer.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from optax_lossscale._programs.values import dtype_in
+
+
+def key_of(eqn: Any) -> Hashable:
+    """A key of what an equation does to its operands; it may have no hash."""
+    # Sorting compares names alone, as no two parameters have the same name.
+    return eqn.primitive, tuple(sorted(eqn.params.items())), eqn.ctx
+
+
+def key_of_literal(literal: Any) -> Hashable:
+    """A key of a literal, by its dtype and its bytes: 0.0 is not -0.0."""
+    return dtype_in(literal), np.asarray(literal.val).tobytes()
+
+
+def hashable(key: Hashable, things: Any) -> Hashable:
+    """The key, or the `id` of the things that it is a key of if it has no hash.
+
+    An `id` equals no other key while the things live.
+    """
+    try:
+        hash(key)
+    except TypeError:
+        return id(things)
+    return key
