@@ -9,7 +9,7 @@ import jax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
-from optax_lossscale._arrays.variables import find, is_variable, map_leaves
+from optax_lossscale._arrays.variables import find_nodes, is_variable, map_leaves
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
 
 
@@ -54,8 +54,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         if low is None:
             return fun(*args, **kwargs)
         cast_args, cast_kwargs = _cast(FLOAT32, low, (args, kwargs))
-        variables = find(is_variable, (args, kwargs))
-        copies = find(is_variable, (cast_args, cast_kwargs))
+        variables = find_nodes(is_variable, (args, kwargs))
+        copies = find_nodes(is_variable, (cast_args, cast_kwargs))
         before = list(map(jax.tree.leaves, copies))
         results = fun(*cast_args, **cast_kwargs)
         # What `fun` has set in the copy of a variable is set in the variable.
