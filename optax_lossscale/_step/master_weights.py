@@ -26,8 +26,9 @@ from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import check_transformation, shown
 from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
-from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
+from optax_lossscale._step.missing_gradients import completed, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
+from optax_lossscale._step.update import check_update_shape
 
 # The names of states of Optax's wrappers that compute other updates from those of the
 # transformation inside them; names, as in `get.py`
@@ -156,13 +157,13 @@ def with_master_weights(
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
-        completed = complete(updates, params)
+        grads, missing = completed(updates, params)
         weights = state.weights(params)
         check_inner_dtypes(
             state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
         )
         inner_updates, inner_state = inner_tx.update(
-            jax.tree.map(at_least_float32, completed.grads),
+            jax.tree.map(at_least_float32, grads),
             state.inner_state,
             weights,
             **extra_args,
@@ -172,10 +173,10 @@ def with_master_weights(
         )
         new_updates = jax.tree.map(lambda _, step: step.update, params, steps)
         rests = jax.tree.map(lambda _, step: step.rest, params, steps)
-        new_state = completed.slots_kept(
+        new_state = missing.slots_kept(
             init, MasterWeightsState(rests, inner_state), state
         )
-        return completed.map_updates(update_or_zero, new_updates), new_state
+        return missing.map_updates(update_or_zero, params, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -23,7 +23,7 @@ from optax_lossscale._step.gradient import (
     loss_of,
     value_and_scaled_grad,
 )
-from optax_lossscale._step.inputs import Mask, check_mask
+from optax_lossscale._step.mask import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
 
