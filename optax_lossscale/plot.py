@@ -4,7 +4,7 @@ The extra `plot` installs matplotlib: `pip install "optax_lossscale[plot]"`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,15 @@ def loss_scale(
     validation.check_at_hand("plot.loss_scale", history)
     scale = _column(history, "loss_scale")
     applied = _column(history, "should_apply")
+    if len(scale) != len(applied):
+        _refuse_history(history)
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = axes_for(axes, 2.6)
     look: dict[str, Any] = {"color": AFTER} | style_of(style)
-    axes.step(steps, scale, where="mid", **look)
-    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
+    [line] = axes.step(steps, scale, where="mid", **look)
+    color = line.get_color()  # matplotlib's choice for color=None
+    axes.plot(steps[skipped], scale[skipped], "x", color=color, zorder=3)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
     return axes
@@ -73,15 +76,20 @@ def _column(history: Any, name: str) -> np.ndarray:
         else:
             column = [step[name] for step in history]
     except (KeyError, TypeError, IndexError):
-        column = ()
+        _refuse_history(history)
     numbers = np.array(jax.device_get(column))
     if numbers.ndim != 1 or not numbers.size:
-        validation.refuse(
-            "history",
-            history,
-            "a sequence of what metrics returned after each step, or one dict of them all",
-        )
+        _refuse_history(history)
     return numbers
+
+
+def _refuse_history(history: Any) -> NoReturn:
+    """Raises the `ValueError` for what is no history of metrics."""
+    validation.refuse(
+        "history",
+        history,
+        "a sequence of what metrics returned after each step, or one dict of them all",
+    )
 
 
 def exponents(

@@ -66,9 +66,9 @@ def decide_step(
     adapted, scale_agrees = _adapted(state.loss_scale, grads, grads_finite, axis_name)
     loss_finite = _loss_is_finite(value, skip, axis_name)
     may_apply = grads_finite & scale_agrees & loss_finite
-    if may_apply is True:  # nothing was checked
-        applied = _counted(state, state.should_apply | True)
-        return True, applied._replace(loss_scale=adapted)
+    if may_apply is True:
+        # The counts stay, too: such a step compiles to that of the inner optimizer.
+        return True, state._replace(loss_scale=adapted)
 
     should_apply = may_apply
     scale_adapts = loss_finite

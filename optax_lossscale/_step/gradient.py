@@ -184,7 +184,8 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        if all(-len(args) <= n < len(args) for n in positions):  # else JAX complains
+        are_given = all(-len(args) <= n < len(args) for n in positions)
+        if are_given:  # otherwise, JAX raises an error
             args = _checked_and_cast(args, argnums, grad_dtype)
         (_, returned), scaled_grads = scaled_value_and_grad(*args, **kw)
         _warn_of_float16(loss_of(returned, has_aux), loss_scale)
@@ -195,9 +196,12 @@ def value_and_scaled_grad(
 
 def _checked_and_cast(args, argnums, grad_dtype):
     """The arguments, with the differentiated ones checked, and cast to `grad_dtype`."""
-    positions = validation.argnums_tuple(argnums)
-    operands = tuple(args[n] for n in positions)
     is_one = not isinstance(argnums, Sequence)
+    positions = [argnums] if is_one else argnums
+    places = [n % len(args) for n in positions]  # -1 is the last argument
+    if len(set(places)) < len(places):
+        raise ValueError(f"argnums must name each argument once, got {argnums}")
+    operands = tuple(args[n] for n in places)
     differentiated = operands[0] if is_one else operands
     _check_no_modules(differentiated)
     check_arrays("what is differentiated", differentiated)
@@ -205,7 +209,7 @@ def _checked_and_cast(args, argnums, grad_dtype):
         return args
     cast = cast_to_grad_dtype(grad_dtype, differentiated)
     new_args = list(args)
-    for n, x in zip(positions, (cast,) if is_one else cast, strict=True):
+    for n, x in zip(places, [cast] if is_one else cast, strict=True):
         new_args[n] = x
     return new_args
 

@@ -148,20 +148,6 @@ def test_asked_to_skip_nothing_each_form_applies_what_there_is(
     )
 
 
-def test_a_step_that_nothing_checks_counts_as_applied_after_one_that_was_skipped():
-    """In a run that goes on with `skip=None`."""
-    checked, unchecked = (
-        ols.with_loss_scale(optax.sgd(0.1), 128, skip=skip)
-        for skip in ("nonfinite", None)
-    )
-    params, state = checked.apply_gradients(BAD, checked.init(PARAMS), PARAMS)
-    assert state.consecutive_skipped_steps == 1
-    _, state = jax.jit(unchecked.apply_gradients)(PARAMS, state, params)
-    assert ols.where_applied(state, 2.0, 1.0) == 2
-    assert state.consecutive_skipped_steps == 0
-    assert state.skipped_steps == 1
-
-
 def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
     for skip in (None, "nonfinite"):
         tx = ols.with_loss_scale(
