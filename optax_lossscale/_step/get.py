@@ -110,27 +110,32 @@ def get_loss_scale(state: Any) -> LossScale:
     """
     loss_scales = distinct(loss_scales_in(state))
     if len(loss_scales) != 1:
-        remedy = (
-            "Wrap the optimizer in with_loss_scale once and pass the state that its "
-            "init returned, or pass a LossScale, such as get(128)."
-        )
-        if loss_scales:
-            remedy = (
-                "Pass one of the states, or one LossScale. An optimizer is wrapped as "
-                "a whole, once. To test a step that takes several states, make it a "
-                "function of one of them."
-            )
-        elif find(lambda x: is_of_nnx(x, "State"), state):
-            remedy = (
-                "A state of nnx.split does not say what is a loss scale: call nnx.merge "
-                "first, and pass the optimizer."
-            )
+        remedy = _SEVERAL if loss_scales else _remedy_for_none(state)
         raise ValueError(
             f"expected exactly one loss scale in the state, found {len(loss_scales)} "
             f"in a {type(state).__name__}. {remedy}"
         )
     _check_nesting(state)
     return plain(loss_scales[0])
+
+
+_SEVERAL = (
+    "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
+    "once. To test a step that takes several states, make it a function of one of them."
+)
+
+
+def _remedy_for_none(state: Any) -> str:
+    """What to do about a state in which no loss scale is found."""
+    if find(lambda x: is_of_nnx(x, "State"), state):
+        return (
+            "A state of nnx.split does not say what is a loss scale: call nnx.merge "
+            "first, and pass the optimizer."
+        )
+    return (
+        "Wrap the optimizer in with_loss_scale once and pass the state that its init "
+        "returned, or pass a LossScale, such as get(128)."
+    )
 
 
 def loss_scales_in(state: Any) -> list[LossScale]:

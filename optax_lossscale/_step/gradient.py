@@ -27,7 +27,7 @@ from optax_lossscale._step.grad_dtype import (
     check_grad_dtype,
 )
 from optax_lossscale._step.inputs import check_arrays, check_scalar
-from optax_lossscale._step.master_weights import check_order
+from optax_lossscale._step.master_weights import check_nothing_follows
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -68,7 +68,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    check_order(loss_scale)
+    check_nothing_follows(loss_scale)
     check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
     if not is_inexact(loss):
@@ -164,7 +164,7 @@ def value_and_scaled_grad(
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    check_order(loss_scale)
+    check_nothing_follows(loss_scale)
     loss_scale = resolve(loss_scale)
     validation.check_function("fun", fun)
     check_grad_dtype(grad_dtype)

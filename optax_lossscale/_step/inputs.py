@@ -74,7 +74,7 @@ def prepare(
     check_arrays("the gradients", grads)
     grads, missing = completed(grads, params)
     if params is not None:
-        _check_kinds(grads, differentiated_params(params))
+        _check_fit(grads, differentiated_params(params))
     loss = None if value is None else _true_loss(value)
     excluded = None
     if mask is not None:
@@ -125,8 +125,8 @@ def _zero_unless_finite(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), x, 0) if is_inexact(x) else x
 
 
-def _check_kinds(grads: Any, params: Any) -> None:
-    """Raises unless each gradient is of its parameter's kind.
+def _check_fit(grads: Any, params: Any) -> None:
+    """Raises unless each gradient fits its parameter.
 
     It has the parameter's shape, after any batch axes, and floats if that has floats.
     """

@@ -55,10 +55,8 @@ class ScaledStep:
         """The state before the first step, made for parameters in float32 or wider."""
         inputs.check_arrays("params", params)
         inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
-        master_weights.check_order(inner_state)
-        inner_state = master_weights.with_rest_of_narrow(
-            inner_state, self.inner.init, params
-        )
+        master_weights.check_nothing_follows(inner_state)
+        inner_state = master_weights.with_rests(inner_state, self.inner.init, params)
         if wrapper_states(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
