@@ -27,12 +27,16 @@ def get(identifier: LossScaleLike) -> LossScale:
     """The loss scale that an identifier stands for.
 
     Args:
-      identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
-        `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
-        `HeadroomLossScale`, which suits gradients that are rare; a `LossScale` for
-        itself; a dict from `get_config` for the loss scale that it describes; a dict
-        with the key `"preset"` for the function of `presets` of that name, with the
-        other items as its arguments.
+      identifier: one of these:
+
+        - `"dynamic"`: a `DynamicLossScale`, with its defaults.
+        - `"headroom"`: a `HeadroomLossScale`, which suits gradients that are rare.
+        - A number, or a concrete array of shape (): a `FixedLossScale` of it.
+        - None: no scaling, a `FixedLossScale` of 1.
+        - A `LossScale`: itself.
+        - A dict from `get_config`: the loss scale that it describes.
+        - A dict with the key `"preset"`: what the function of `presets` of that name
+          returns, with the other items as its arguments.
 
     Returns:
       The `LossScale`, in its initial state unless it was passed itself.
@@ -89,8 +93,8 @@ def get_loss_scale(state: Any) -> LossScale:
     """The one loss scale in an optimizer state, however deeply nested.
 
     Args:
-      state: a state of `with_loss_scale`'s transformation, or anything that holds one:
-        the state of an `optax.chain`, a train state, an `nnx.Optimizer`; or a
+      state: a state of `with_loss_scale`'s transformation, or anything that holds one,
+        such as the state of an `optax.chain`, a train state or an `nnx.Optimizer`. Or a
         `LossScale` itself.
 
     Returns:
@@ -98,8 +102,9 @@ def get_loss_scale(state: Any) -> LossScale:
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one (`nnx` variables
-        that two modules share count once); or if something is wrapped around
-        `with_loss_scale` that belongs inside it, such as `optax.MultiSteps`.
+        that two modules share count once).
+      ValueError: if something is wrapped around `with_loss_scale` that belongs inside
+        it, such as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax

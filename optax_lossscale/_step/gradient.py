@@ -131,9 +131,9 @@ def value_and_scaled_grad(
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory:
         wider floats are cast to it before they are differentiated. Or a tree of dtypes,
         with `None` for no cast, that is a prefix of the differentiated argument (for
-        several `argnums`, of the tuple of them); or a function that returns either of
-        these for it. The model itself computes in the widest dtype that its operations
-        are given: for products in 16 bits, pass `autocast(fun)`.
+        several `argnums`, of the tuple of them). Or a function that returns a dtype or
+        such a tree for it. The model itself computes in the widest dtype that its
+        operations are given: for products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -144,15 +144,18 @@ def value_and_scaled_grad(
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
+      TypeError: if `fun` is not a function, or `argnums` are not ints.
+      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: when called, if a differentiated argument is not a tree of arrays, has
+        integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
+        with `nnx` and `scale_gradient`.
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
-        several, or one in which something comes after `with_master_weights`; if
-        `argnums` name an argument twice; if `grad_dtype` has dtypes other than
-        floating-point ones; when called, if it is not a prefix of the differentiated
-        argument, or if this has floats of another dtype of the same width.
-      TypeError: if `fun` is not a function or `argnums` are not ints; when called, if
-        the loss is not a real floating-point scalar, or if a differentiated argument is
-        not a tree of arrays, has integers (unless `allow_int=True`), or is an
-        `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
+        several, or one in which something comes after `with_master_weights`.
+      ValueError: if `argnums` name an argument twice, when called also if one of them
+        counts from the end.
+      ValueError: if `grad_dtype` has dtypes other than floating-point ones; when
+        called, also if it is not a prefix of the differentiated argument, or if this
+        has floats of another dtype of the same width.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.

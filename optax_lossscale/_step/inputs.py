@@ -1,8 +1,8 @@
 """The inputs of a step: gradients, parameters and loss, checked and completed.
 
 `prepare` checks that they fit each other, and returns them as a `Prepared`, still
-scaled. Zeros stand there for missing gradients, and those that a `mask` excludes are set
-aside: they are neither unscaled nor checked. A step computes all else from a `Prepared`.
+scaled. There, zeros stand for missing gradients, and those that a `mask` excludes are
+set aside, as they are neither unscaled nor checked.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """Parameters without a gradient, which a step leaves as they are.
 
 A gradient is missing where it is None, or a float0 array, JAX's gradient of an integer.
-The inner optimizer has a place for every parameter, so `completed` puts zeros there. But
-an optimizer may move a parameter whose gradient is zero, by weight decay or momentum.
-So `MissingGradients` remembers the paths, and after the inner update puts back what
-these parameters had before it, with their slots in the inner state.
+The inner optimizer has a place for every parameter, so `completed` puts zeros there.
+But an optimizer may move a parameter whose gradient is zero, by weight decay or
+momentum. So `MissingGradients` remembers the paths: after the inner update, it drops
+the updates of these parameters, and puts back their slots in the inner state.
 """
 
 import dataclasses

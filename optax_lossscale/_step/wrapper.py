@@ -90,9 +90,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState`, or `update` was replaced.
-          ValueError: if gradients and parameters differ in structure, or if the state
-            belongs to another configuration.
+          TypeError: if `state` is not a `LossScaleState`, a gradient is not an array,
+            `value` is not a real number of shape (), or `update` was replaced.
+          ValueError: if the gradients do not have the structure and shapes of the
+            parameters, or have integers where these have floats.
+          ValueError: if the state has another configuration, is a stack of several, or
+            holds the inner state of an optimizer of 16-bit parameters.
+          ValueError: if `params` is None, or the mask does not fit the gradients.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -145,8 +149,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: if `loss_fn` is not a function, or has an argument `has_aux`,
-            `grad_dtype` or `extra_args`; if `state` is not a `LossScaleState`; or if
-            `extra_args` holds a `value` beside the loss.
+            `grad_dtype` or `extra_args` that it would not get.
+          TypeError: if `state` is not a `LossScaleState`, or if `extra_args` holds a
+            `value` beside the loss.
+          TypeError, ValueError: as `value_and_scaled_grad` and `apply_gradients` do.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -256,9 +262,10 @@ def with_loss_scale(
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
-      TypeError: if `inner` is not a transformation.
+      TypeError: if `inner` is not a transformation; in `init`, if a parameter is not an
+        array.
       ValueError: for other argument values; in `init`, if a part of `inner` is already
-        wrapped.
+        wrapped, or if something comes after `with_master_weights`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
