@@ -67,7 +67,8 @@ def decide_step(
     loss_finite = _loss_is_finite(value, skip, axis_name)
     may_apply = grads_finite & scale_agrees & loss_finite
     if may_apply is True:
-        # The counts stay, too: such a step compiles to that of the inner optimizer.
+        # Nothing was checked. The counts stay as they were, so that the step compiles
+        # to that of the inner optimizer alone.
         return True, state._replace(loss_scale=adapted)
 
     should_apply = may_apply

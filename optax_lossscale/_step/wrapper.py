@@ -215,10 +215,10 @@ def with_loss_scale(
     inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
-    applied. With `"select"`, it runs at every step, and sees zeros in place of
-    gradients that are not finite (but with `skip=None` these gradients, and those that
-    `mask` leaves out as they are). So use `"cond"` if `inner` has side effects, such as
-    a callback, or is expensive, such as an `eigh`.
+    applied. With `"select"`, it runs at every step, and sees zeros in place of numbers
+    that are not finite, except in gradients that `mask` excludes, and with `skip=None`.
+    So use `"cond"` if `inner` has side effects, such as a callback, or is expensive,
+    such as an `eigh`.
 
     *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
     not finite, and a skip rule uses their largest norm and mean loss. If replicas
@@ -247,12 +247,12 @@ def with_loss_scale(
 
         - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not, if
           it is passed to the step as `value`; whatever the loss scale is.
-        - A rule from `skips`: these steps, and finite ones that the rule considers
-          spikes, which leave the loss scale as it was, as if there had been no step.
-          (So do steps whose norm is 2**64 or more, which is infinite in float32; they
-          do not count as skipped by the rule.) The rule sees the global norm of the
+        - A rule from `skips`: the same steps, and finite ones that the rule takes for
+          spikes. A spike leaves the loss scale as it was, as if there had been no step.
+          So does a step whose norm is 2**64 or more, which is infinite in float32; it
+          does not count as skipped by the rule. The rule sees the global norm of the
           unscaled gradients that `mask` keeps, and the loss, passed as `value` or, as
-          in MaxText and Levanter, as `loss`, which is not looked at without a rule.
+          in MaxText and Levanter, as `loss`. (Without a rule, `loss` is not looked at.)
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is not looked at, and with a fixed loss scale or none *nothing is
           checked*: an overflow writes NaN into the parameters.
