@@ -65,12 +65,13 @@ def decide_step(
     norm, grads_finite = _measured(grads, state, skip, axis_name)
     adapted, scale_agrees = _adapted(state.loss_scale, grads, grads_finite, axis_name)
     loss_finite = _loss_is_finite(value, skip, axis_name)
-    may_apply = grads_finite & scale_agrees & loss_finite
-    if may_apply is True:
+    flags = (grads_finite, scale_agrees, loss_finite)
+    if all(flag is True for flag in flags):
         # Nothing was checked. The counts stay as they were, so that the step compiles
         # to that of the inner optimizer alone.
         return True, state._replace(loss_scale=adapted)
 
+    may_apply = jnp.asarray(grads_finite & scale_agrees & loss_finite)
     should_apply = may_apply
     scale_adapts = loss_finite
     rule = state.skip_rule
@@ -86,7 +87,7 @@ def decide_step(
 
 def _measured(
     grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
-) -> tuple[jax.Array | None, Flag]:
+) -> tuple[Any, Flag]:
     """The norm of the gradients, and whether they are finite, on all replicas.
 
     The norm is None without a skip rule, which alone needs it. The gradients are not

@@ -96,8 +96,8 @@ class ScaledStep:
         should_apply, new_state = decide_step(
             unscaled, state, self.skip, self.axis_name
         )
-        is_checked = self.skip is not None
-        update = InnerUpdate(self.inner, extra_args, to_params, is_checked)
+        skips_nonfinite = self.skip is not None
+        update = InnerUpdate(self.inner, extra_args, to_params, skips_nonfinite)
         if should_apply is True:  # nothing was checked
             new, inner_state = update.apply(unscaled, state.inner_state)
         else:

@@ -26,7 +26,7 @@ class InnerUpdate:
     inner: optax.GradientTransformation
     extra_args: Mapping[str, Any]  # passed on to the inner update
     to_params: bool  # whether to return new parameters, not the updates
-    is_checked: bool  # whether steps that are not finite are always skipped
+    skips_nonfinite: bool  # whether steps that are not finite are always skipped
 
     def apply(self, unscaled: Prepared, inner_state: Any) -> tuple[Any, Any]:
         """The new parameters, or the updates that lead there, and the new inner state.
