@@ -89,9 +89,8 @@ def _skipped(apply, to_params: bool, scaled: Prepared, state: LossScaleState) ->
 def _selected(inner_update, skip, skips_nonfinite: bool, flag, scaled, state) -> Any:
     """The results of a step that runs the inner update, whether applied or not."""
     unscaled = scaled.unscaled(state.loss_scale)
-    if (
-        skips_nonfinite
-    ):  # a skipped step runs, too, and inner should see no NaN even then
+    if skips_nonfinite:
+        # A skipped step runs, too, and `inner` should see no NaN even then.
         unscaled = unscaled.zeroed()
     applied = inner_update(unscaled, state.inner_state)
     return jax.tree.map(partial(lax.select, flag), applied, skip(scaled, state))
