@@ -38,8 +38,8 @@ def loss_scale(
       The axes.
 
     Raises:
-      ValueError: if `history` is neither of these, is empty, or has columns of
-        different lengths.
+      ValueError: if `history` has neither form, is empty, or has columns of different
+        lengths.
       TypeError: if `history` is traced, or `axes` are not matplotlib's.
 
     Example:

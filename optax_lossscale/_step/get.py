@@ -27,7 +27,7 @@ def get(identifier: LossScaleLike) -> LossScale:
     """The loss scale that an identifier stands for.
 
     Args:
-      identifier: one of these:
+      identifier: one of the following:
 
         - `"dynamic"`: a `DynamicLossScale`, with its defaults.
         - `"headroom"`: a `HeadroomLossScale`, which suits gradients that are rare.
