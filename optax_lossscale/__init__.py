@@ -1,39 +1,42 @@
 """float16 training in JAX with Optax: autocast and loss scaling.
 
-    tx = ols.with_loss_scale(optax.adamw(1e-3))  # 1: wrap the optimizer
-    loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)  # 2
+    tx = ols.with_loss_scale(optax.adamw(1e-3))
+    state = tx.init(params)
+    loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)
 
-Each name has a docstring with an example: `help(ols.with_loss_scale)`.
+The docstring of each function has an example: `help(ols.with_loss_scale)`.
 
 Take a step:
-    with_loss_scale          an optimizer that unscales, checks, applies or skips, and adapts
-    value_and_scaled_grad    the loss, and gradients of the scaled loss
-    scale_gradient           the same from inside a loss function, for NNX, Equinox and trainers
-    where_applied            what else a skipped step should keep, such as batch statistics
-    with_master_weights      parameters in 16 bits that train as if they were in 32
+    with_loss_scale          wraps an optimizer, to take the gradients of a scaled loss
+    value_and_scaled_grad    the loss, and the gradients of the scaled loss
+    scale_gradient           the same inside a loss function: for NNX, Equinox, trainers
+    where_applied            keeps batch statistics and the like at a skipped step
+    with_master_weights      wraps an optimizer, to train 16-bit parameters as float32
     all_finite               whether all numbers of a tree are finite
 
 Compute in 16 bits:
     autocast                 a function with its matrix products in float16 or bfloat16
-    cast_inputs              a kernel that takes 16 bits, under autocast
+    cast_inputs              a kernel whose inputs autocast casts to 16 bits
 
 Choose a loss scale:
     DynamicLossScale         "dynamic", the default: grows, and backs off at an overflow
     HeadroomLossScale        "headroom": measures gradients, and stays below overflow
-    FixedLossScale           a number, or None for 1
-    LossScale, state_field   the base of your own, and its state
-    get, get_loss_scale      a loss scale from a word, a number or a config; that in a state
+    FixedLossScale           a constant, also written as a number; None is a scale of 1
+    LossScale                the base class, for one of your own
+    state_field              declares the state of your own loss scale or skip rule
+    get                      the loss scale that a word, a number or a config stands for
+    get_loss_scale           the loss scale in an optimizer state
     presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 
 Choose what to skip:
-    skips                    rules for steps whose gradients are finite, but far too large
+    skips                    rules for steps that are finite, but far too large
 
 See what the numbers do:
-    diagnose                 a page: is float16 fine for this model, and if not, where and why
+    diagnose                 a page: is float16 fine for this model? if not, where, why?
     metrics                  what to log at each step
     raise_if_stuck           raises LossScaleError if training cannot go on
     dtype_report             which products compute in which dtype, line by line
-    plot                     plots, with matplotlib
+    plot                     plots of loss scales and gradients, with matplotlib
     testing                  assertions about a training step, for your tests
 
 What is returned:
@@ -127,6 +130,8 @@ __all__ = [
     "with_master_weights",
 ]
 
-# `__getattr__` does the same for the names that are imported when they are used.
-for _name in {*__all__} & {*globals()} - {"presets", "skips"}:
-    _make_public(__name__, globals()[_name])
+# Modules stay as they are; `__getattr__` does this for what it imports.
+for _name in __all__:
+    _thing = globals().get(_name)
+    if callable(_thing):
+        _make_public(__name__, _thing)

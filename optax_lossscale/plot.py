@@ -4,7 +4,8 @@ The extra `plot` installs matplotlib: `pip install "optax_lossscale[plot]"`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ def loss_scale(
       The axes.
 
     Raises:
-      ValueError: if `history` is neither of these, or is empty.
+      ValueError: if `history` has neither form, is empty, or has columns of different
+        lengths.
       TypeError: if `history` is traced, or `axes` are not matplotlib's.
 
     Example:
@@ -54,12 +56,15 @@ def loss_scale(
     validation.check_concrete("plot.loss_scale", history)
     scale = _column(history, "loss_scale")
     applied = _column(history, "should_apply")
+    if len(scale) != len(applied):
+        _refuse_history(history)
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = axes_for(axes, 2.6)
     look: dict[str, Any] = {"color": AFTER} | style_of(style)
-    axes.step(steps, scale, where="mid", **look)
-    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
+    [line] = axes.step(steps, scale, where="mid", **look)
+    color = line.get_color()  # matplotlib's choice for color=None
+    axes.plot(steps[skipped], scale[skipped], "x", color=color, zorder=3)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
     return axes
@@ -73,15 +78,20 @@ def _column(history: Any, name: str) -> np.ndarray:
         else:
             column = [step[name] for step in history]
     except (KeyError, TypeError, IndexError):
-        column = ()
+        _refuse_history(history)
     numbers = np.array(jax.device_get(column))
     if numbers.ndim != 1 or not numbers.size:
-        validation.refuse(
-            "history",
-            history,
-            "a sequence of what metrics returned after each step, or one dict of them all",
-        )
+        _refuse_history(history)
     return numbers
+
+
+def _refuse_history(history: Any) -> NoReturn:
+    """Raises the `ValueError` for what is no history of metrics."""
+    validation.refuse(
+        "history",
+        history,
+        "a sequence of what metrics returned after each step, or one dict of them all",
+    )
 
 
 def exponents(
@@ -124,43 +134,55 @@ def exponents(
     shift = float(np.log2(scale))
     sizes = _sizes(scaled_grads)
     percent = 100 / max(1, sizes.size)
+    percent_zero = percent * np.sum(sizes == 0)
     powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
-    histograms = {"gradients": (powers, AFTER)}
-    if shift:
-        scaled = f"scaled by $2^{{{shift:g}}}$"
-        histograms = {"unscaled": (powers - shift, BEFORE), scaled: (powers, AFTER)}
-
-    info = jnp.finfo(dtype)
-    flushed = info.minexp - info.nmant - 1  # below this exponent, numbers are zero
-    low = flushed - 6
-    high = info.maxexp + 4
+    edges = _edges(dtype)
     axes = axes_for(axes, 3.2)
-    for label, (exponents, color) in histograms.items():
+
+    def draw(label, powers, color):
+        low = edges[0]
+        high = edges[-1]
         axes.hist(
-            np.clip(exponents, low, high - 1),  # the outermost bins hold all beyond
+            np.clip(powers, low, high - 1),  # the outermost bins hold all beyond
             range(low, high + 1),
-            weights=np.full(exponents.shape, percent),
+            weights=np.full(powers.shape, percent),
             histtype="stepfilled",
             color=color,
             alpha=0.5,
             label=label,
         )
-    _shade(axes, f"{percent * np.sum(sizes == 0):.1f}% are 0", low, flushed, 0.14)
-    _shade(axes, "subnormal", flushed, info.minexp, 0.06)
-    _shade(axes, dtype.name, info.minexp, info.maxexp, 0.0)
-    _shade(axes, "inf", info.maxexp, high, 0.14)
-    axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
+
+    if shift:
+        draw("unscaled", powers - shift, BEFORE)
+        draw(f"scaled by $2^{{{shift:g}}}$", powers, AFTER)
+    else:
+        draw("gradients", powers, AFTER)
+    _shade(axes, edges, [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"])
+    axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
     axes.locator_params("x", integer=True)
     axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
     axes.legend(frameon=False)
     return axes
 
 
-def _shade(axes: Axes, name: str, start: int, end: int, shade: float) -> None:
-    """Shades the range between two exponents, and writes its name above it."""
-    axes.axvspan(start, end, alpha=shade, color="black", lw=0)
-    middle = (start + end) / 2
-    axes.text(middle, 1.02, name, ha="center", transform=axes.get_xaxis_transform())
+def _edges(dtype: np.dtype) -> list[int]:
+    """The exponents at which four ranges of a dtype begin, and where the last ends.
+
+    They are those of numbers that round to zero, of subnormal and of normal numbers,
+    and of infinity. The outer two are cut off.
+    """
+    info = jnp.finfo(dtype)
+    smallest = info.minexp - info.nmant - 1  # half of the least number, which becomes 0
+    return [smallest - 6, smallest, info.minexp, info.maxexp, info.maxexp + 4]
+
+
+def _shade(axes: Axes, edges: Sequence[int], names: Sequence[str]) -> None:
+    """Shades the ranges between exponents, and writes their names above them."""
+    shades = (0.14, 0.06, 0.0, 0.14)
+    above = axes.get_xaxis_transform()
+    for name, shade, (start, end) in zip(names, shades, pairwise(edges), strict=True):
+        axes.axvspan(start, end, alpha=shade, color="black", lw=0)
+        axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
 
 
 def _sizes(tree: Any) -> np.ndarray:

@@ -88,6 +88,26 @@ def test_loss_scale_draws_the_scale_and_marks_skipped_steps(stacked):
     assert line.get_label() == "mine"
 
 
+def test_crosses_have_the_colour_that_matplotlib_chooses_for_the_line():
+    history = {"loss_scale": np.ones(3), "should_apply": np.zeros(3, bool)}
+    line, marks = plot.loss_scale(history, color=None).lines
+    assert line.get_color() == marks.get_color()
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [{"loss_scale": 8.0}],
+        [8.0],
+        {"loss_scale": np.ones(3), "should_apply": np.ones(2, bool)},
+    ],
+)
+def test_what_is_no_history_is_refused(history):
+    with pytest.raises(ValueError, match="history must be a sequence of what metrics"):
+        plot.loss_scale(history)
+
+
 def test_draws_into_given_axes():
     _, (first, second) = plt.subplots(2)
     history = {"loss_scale": np.ones(3), "should_apply": np.ones(3, bool)}

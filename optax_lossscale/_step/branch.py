@@ -47,7 +47,7 @@ def apply_or_skip(
     inner_update = update.apply if is_known else jax.jit(update.apply)
     apply = partial(_applied, inner_update)
     skip = partial(_skipped, apply, update.to_params)
-    select = partial(_selected, inner_update, skip, update.is_checked)
+    select = partial(_selected, inner_update, skip, update.skips_nonfinite)
 
     def cond(flag, scaled, state):
         return lax.cond(flag, apply, skip, scaled, state)
@@ -86,10 +86,11 @@ def _skipped(apply, to_params: bool, scaled: Prepared, state: LossScaleState) ->
     return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
 
-def _selected(inner_update, skip, is_checked: bool, flag, scaled, state) -> Any:
+def _selected(inner_update, skip, skips_nonfinite: bool, flag, scaled, state) -> Any:
     """The results of a step that runs the inner update, whether applied or not."""
     unscaled = scaled.unscaled(state.loss_scale)
-    if is_checked:  # a skipped step runs, too, and inner should see no NaN even then
+    if skips_nonfinite:
+        # A skipped step runs, too, and `inner` should see no NaN even then.
         unscaled = unscaled.zeroed()
     applied = inner_update(unscaled, state.inner_state)
     return jax.tree.map(partial(lax.select, flag), applied, skip(scaled, state))

@@ -7,12 +7,13 @@ A step is applied if
 2. the true loss is finite, if the step is given one (unless `skip=None`);
 3. the skip rule, if there is one, does not take it for a spike.
 
-All replicas must decide alike, or their parameters would differ from then on. So with
-an `axis_name`, whatever is decided by is first reduced over that axis: flags by a
-minimum, the norm by a maximum, and the loss by its mean.
+The answer to each question is a `Flag`. All replicas must decide alike, or their
+parameters would differ from then on. So with an `axis_name`, whatever is decided by is
+first reduced over that axis: flags by a minimum, the norm by a maximum, and the loss by
+its mean.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,9 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
+# A bool, shape (); or Python's True where nothing was checked
+Flag: TypeAlias = jax.Array | Literal[True]
+
 # These find every number that is not finite. After another `update`, such as that of a
 # fixed scale or of the user's own class, the gradients are checked here.
 _CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
@@ -47,94 +51,98 @@ def decide_step(
     state: LossScaleState,
     skip: Skip | None,
     axis_name: AxisName | None,
-) -> tuple[jax.Array | Literal[True], LossScaleState]:
+) -> tuple[Flag, LossScaleState]:
     """Decides about a step; returns `(should_apply, state)`.
 
-    `should_apply` is a bool, shape (), or the Python bool True if nothing was checked.
     `state` is the state after the step, except for its inner state, which is still old.
 
-    The loss scale adapts if the step is applied, or if its gradients are not finite but
-    its loss is. A step that a rule skips, or whose loss is not finite, leaves it as it
-    was: another scale would not have helped, and a step that was not applied should not
-    bring the scale closer to growth.
+    The loss scale adapts to the gradients, unless the loss is not finite or the rule
+    takes the step for a spike. Another scale would not have helped there, and a step
+    that is not applied should not bring the scale closer to growth.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.grads, unscaled.value))
-    norm, finite = _measured(grads, state, skip, axis_name)
-    loss_scale, grads_fit = _adapted(state.loss_scale, grads, finite, axis_name)
-    if skip is None and grads_fit is True:
-        return True, state._replace(loss_scale=loss_scale)
+    norm, grads_finite = _measured(grads, state, skip, axis_name)
+    adapted, scale_agrees = _adapted(state.loss_scale, grads, grads_finite, axis_name)
+    loss_finite = _loss_is_finite(value, skip, axis_name)
+    flags = (grads_finite, scale_agrees, loss_finite)
+    if all(flag is True for flag in flags):
+        # Nothing was checked. The counts stay as they were, so that the step compiles
+        # to that of the inner optimizer alone.
+        return True, state._replace(loss_scale=adapted)
 
-    grads_fit = jnp.asarray(grads_fit, bool)
-    loss_is_finite = True
-    if skip is not None and value is not None:
-        loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    should_apply = grads_fit & loss_is_finite
+    may_apply = jnp.asarray(grads_finite & scale_agrees & loss_finite)
+    should_apply = may_apply
+    scale_adapts = loss_finite
     rule = state.skip_rule
     if rule is not None:
-        rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
+        rule, should_apply = _ruled(rule, norm, value, may_apply, axis_name)
+        is_spike = may_apply & ~should_apply
+        scale_adapts = loss_finite & ~is_spike
     _check_replicas_agree(should_apply, state)
-
-    scale_adapts = loss_is_finite & (should_apply | ~grads_fit)
-    loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
+    loss_scale = choose(scale_adapts, adapted, state.loss_scale)
     new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
     return should_apply, _counted(new_state, should_apply)
 
 
 def _measured(
     grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
-) -> tuple[Any, Any]:
-    """The norm of these gradients, and whether they are finite, on all replicas.
+) -> tuple[Any, Flag]:
+    """The norm of the gradients, and whether they are finite, on all replicas.
 
-    The norm is None without a skip rule, and both are None if only the loss scale looks
-    at the gradients.
+    The norm is None without a skip rule, which alone needs it. The gradients are not
+    checked here if the loss scale checks them itself, or with `skip=None`.
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
         norm = across(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
     if skip is None or type(state.loss_scale).update in _CHECKING:
-        return None, None
+        return None, True
     return None, on_all_replicas(all_finite(grads), axis_name)
 
 
 def _adapted(
-    loss_scale: LossScale,
-    grads: Any,
-    finite: jax.Array | None,
-    axis_name: AxisName | None,
-) -> tuple[LossScale, jax.Array | bool]:
-    """The loss scale after these unscaled gradients, and whether to apply them.
+    loss_scale: LossScale, grads: Any, grads_finite: Flag, axis_name: AxisName | None
+) -> tuple[LossScale, Flag]:
+    """The loss scale after these unscaled gradients, and whether it would apply them.
 
-    `finite` is that of `_measured`. The second result is a bool, shape (), or Python's
-    True if nothing was checked.
+    `grads_finite` is that of `_measured`.
     """
-    if finite is not None and type(loss_scale).update is LossScale.update:
-        # This `update` would check again what is already known.
-        new = loss_scale.adjust(finite)
-        grads_fit = finite
+    is_checked = grads_finite is not True
+    if is_checked and type(loss_scale).update is LossScale.update:
+        # Its `update` would check the gradients again.
+        new = loss_scale.adjust(grads_finite)
+        agrees = True
     else:
-        new, grads_fit = loss_scale.update(grads, axis_name)
-        if finite is not None:
-            grads_fit = finite & grads_fit
+        new, agrees = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "adjust")
-    return new, grads_fit
+    return new, agrees if agrees is True else jnp.asarray(agrees, bool)
+
+
+def _loss_is_finite(
+    value: jax.Array | None, skip: Skip | None, axis_name: AxisName | None
+) -> Flag:
+    """Whether the loss is finite on all replicas, if the step looks at a loss."""
+    if value is None or skip is None:
+        return True
+    return on_all_replicas(jnp.isfinite(value), axis_name)
 
 
 def _ruled(
     rule: SkipRule,
     norm: jax.Array,
     value: jax.Array | None,
-    is_finite: jax.Array,
+    may_apply: jax.Array,
     axis_name: AxisName | None,
 ) -> tuple[SkipRule, jax.Array]:
     """The skip rule after a step, and whether to apply the step.
 
-    A rule is given every step, as a compiled step cannot leave it out. But what it
-    learns from a step that is not finite is dropped, except that its `gradient_norm`
-    becomes infinite.
+    `may_apply` says whether the step would be applied without a rule. A rule is given
+    every step, as a compiled step cannot leave it out. But what it learns from a step
+    that is not finite is dropped, except that its `gradient_norm` becomes infinite.
     """
-    is_finite = is_finite & jnp.isfinite(norm)
+    is_finite = may_apply & jnp.isfinite(norm)
     if value is not None:
         value = across(lax.pmean, value.astype(jnp.float32), axis_name)
         is_finite = is_finite & jnp.isfinite(value)

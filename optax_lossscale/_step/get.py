@@ -32,12 +32,16 @@ def get(identifier: LossScaleLike) -> LossScale:
     """The loss scale that an identifier stands for.
 
     Args:
-      identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
-        `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
-        `HeadroomLossScale`, which suits gradients that are rare; a `LossScale` for
-        itself; a dict from `get_config` for the loss scale that it describes; a dict
-        with the key `"preset"` for the function of `presets` of that name, with the
-        other items as its arguments.
+      identifier: one of the following:
+
+        - `"dynamic"`: a `DynamicLossScale`, with its defaults.
+        - `"headroom"`: a `HeadroomLossScale`, which suits gradients that are rare.
+        - A number, or a concrete array of shape (): a `FixedLossScale` of it.
+        - None: no scaling, a `FixedLossScale` of 1.
+        - A `LossScale`: itself.
+        - A dict from `get_config`: the loss scale that it describes.
+        - A dict with the key `"preset"`: what the function of `presets` of that name
+          returns, with the other items as its arguments.
 
     Returns:
       The `LossScale`, in its initial state unless it was passed itself.
@@ -94,8 +98,8 @@ def get_loss_scale(state: Any) -> LossScale:
     """The one loss scale in an optimizer state, however deeply nested.
 
     Args:
-      state: a state of `with_loss_scale`'s transformation, or anything that holds one:
-        the state of an `optax.chain`, a train state, an `nnx.Optimizer`; or a
+      state: a state of `with_loss_scale`'s transformation, or anything that holds one,
+        such as the state of an `optax.chain`, a train state or an `nnx.Optimizer`. Or a
         `LossScale` itself.
 
     Returns:
@@ -103,8 +107,9 @@ def get_loss_scale(state: Any) -> LossScale:
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one (`nnx` variables
-        that two modules share count once); or if something is wrapped around
-        `with_loss_scale` that belongs inside it, such as `optax.MultiSteps`.
+        that two modules share count once).
+      ValueError: if something is wrapped around `with_loss_scale` that belongs inside
+        it, such as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -115,27 +120,32 @@ def get_loss_scale(state: Any) -> LossScale:
     """
     loss_scales = distinct_nodes(loss_scales_in(state))
     if len(loss_scales) != 1:
-        remedy = (
-            "Wrap the optimizer in with_loss_scale once and pass the state that its "
-            "init returned, or pass a LossScale, such as get(128)."
-        )
-        if loss_scales:
-            remedy = (
-                "Pass one of the states, or one LossScale. An optimizer is wrapped as "
-                "a whole, once. To test a step that takes several states, make it a "
-                "function of one of them."
-            )
-        elif find_nodes(lambda x: is_of_nnx(x, "State"), state):
-            remedy = (
-                "A state of nnx.split does not say what is a loss scale: call nnx.merge "
-                "first, and pass the optimizer."
-            )
+        remedy = _SEVERAL if loss_scales else _remedy_for_none(state)
         raise ValueError(
             f"expected exactly one loss scale in the state, found {len(loss_scales)} "
             f"in a {type(state).__name__}. {remedy}"
         )
     _check_nesting(state)
     return without_variables(loss_scales[0])
+
+
+_SEVERAL = (
+    "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
+    "once. To test a step that takes several states, make it a function of one of them."
+)
+
+
+def _remedy_for_none(state: Any) -> str:
+    """What to do about a state in which no loss scale is found."""
+    if find_nodes(lambda x: is_of_nnx(x, "State"), state):
+        return (
+            "A state of nnx.split does not say what is a loss scale: call nnx.merge "
+            "first, and pass the optimizer."
+        )
+    return (
+        "Wrap the optimizer in with_loss_scale once and pass the state that its init "
+        "returned, or pass a LossScale, such as get(128)."
+    )
 
 
 def loss_scales_in(state: Any) -> list[LossScale]:

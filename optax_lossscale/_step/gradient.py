@@ -27,7 +27,7 @@ from optax_lossscale._step.grad_dtype import (
     check_grad_dtype,
 )
 from optax_lossscale._step.inputs import check_arrays, check_scalar
-from optax_lossscale._step.master_weights import check_order
+from optax_lossscale._step.master_weights import check_nothing_follows
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -68,7 +68,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    check_order(loss_scale)
+    check_nothing_follows(loss_scale)
     check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
     if not is_inexact_leaf(loss):
@@ -131,9 +131,9 @@ def value_and_scaled_grad(
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory:
         wider floats are cast to it before they are differentiated. Or a tree of dtypes,
         with `None` for no cast, that is a prefix of the differentiated argument (for
-        several `argnums`, of the tuple of them); or a function that returns either of
-        these for it. The model itself computes in the widest dtype that its operations
-        are given: for products in 16 bits, pass `autocast(fun)`.
+        several `argnums`, of the tuple of them). Or a function that returns a dtype or
+        such a tree for it. The model itself computes in the widest dtype that its
+        operations are given: for products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -144,15 +144,18 @@ def value_and_scaled_grad(
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
+      TypeError: if `fun` is not a function, or `argnums` are not ints.
+      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: when called, if a differentiated argument is not a tree of arrays, has
+        integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
+        with `nnx` and `scale_gradient`.
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
-        several, or one in which something comes after `with_master_weights`; if
-        `argnums` name an argument twice; if `grad_dtype` has dtypes other than
-        floating-point ones; when called, if it is not a prefix of the differentiated
-        argument, or if this has floats of another dtype of the same width.
-      TypeError: if `fun` is not a function or `argnums` are not ints; when called, if
-        the loss is not a real floating-point scalar, or if a differentiated argument is
-        not a tree of arrays, has integers (unless `allow_int=True`), or is an
-        `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
+        several, or one in which something comes after `with_master_weights`.
+      ValueError: if `argnums` name an argument twice, when called also if one of them
+        counts from the end.
+      ValueError: if `grad_dtype` has dtypes other than floating-point ones; when
+        called, also if it is not a prefix of the differentiated argument, or if this
+        has floats of another dtype of the same width.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -164,7 +167,7 @@ def value_and_scaled_grad(
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    check_order(loss_scale)
+    check_nothing_follows(loss_scale)
     loss_scale = resolve(loss_scale)
     validation.check_function("fun", fun)
     check_grad_dtype(grad_dtype)
@@ -184,7 +187,8 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        if all(-len(args) <= n < len(args) for n in positions):  # else JAX complains
+        are_given = all(-len(args) <= n < len(args) for n in positions)
+        if are_given:  # otherwise, JAX raises an error
             args = _checked_and_cast(args, argnums, grad_dtype)
         (_, returned), scaled_grads = scaled_value_and_grad(*args, **kw)
         _warn_of_float16(loss_of(returned, has_aux), loss_scale)
@@ -195,9 +199,12 @@ def value_and_scaled_grad(
 
 def _checked_and_cast(args, argnums, grad_dtype):
     """The arguments, with the differentiated ones checked, and cast to `grad_dtype`."""
-    positions = validation.argnums_tuple(argnums)
-    operands = tuple(args[n] for n in positions)
     is_one = not isinstance(argnums, Sequence)
+    positions = [argnums] if is_one else argnums
+    places = [n % len(args) for n in positions]  # -1 is the last argument
+    if len(set(places)) < len(places):
+        raise ValueError(f"argnums must name each argument once, got {argnums}")
+    operands = tuple(args[n] for n in places)
     differentiated = operands[0] if is_one else operands
     _check_no_modules(differentiated)
     check_arrays("what is differentiated", differentiated)
@@ -205,7 +212,7 @@ def _checked_and_cast(args, argnums, grad_dtype):
         return args
     cast = cast_to_grad_dtype(grad_dtype, differentiated)
     new_args = list(args)
-    for n, x in zip(positions, (cast,) if is_one else cast, strict=True):
+    for n, x in zip(places, [cast] if is_one else cast, strict=True):
         new_args[n] = x
     return new_args
 

@@ -1,17 +1,12 @@
 """The inputs of a step: gradients, parameters and loss, checked and completed.
 
-`prepare` makes a `Prepared` of them. It puts zeros where a gradient is missing (None),
-as the inner optimizer has a place for every parameter, and remembers the paths, so that
-these parameters and their slots in the inner state stay as they are. It checks that
-structures and shapes fit. And it sets aside the gradients that a `mask` excludes, which
-are neither unscaled nor checked. The methods of `Prepared` unscale the gradients, hand
-all of them to the inner optimizer, and restore what has to stay after its update.
+`prepare` checks that they fit each other, and returns them as a `Prepared`, still
+scaled. There, zeros stand for missing gradients, and those that a `mask` excludes are
+set aside, as they are neither unscaled nor checked.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,47 +15,30 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import (
-    at_least_float32,
-    dtype_of,
-    is_array_leaf,
-    is_inexact_leaf,
-)
-from optax_lossscale._arrays.validation import is_real, is_traced, refuse, shown
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexact_leaf
+from optax_lossscale._arrays.validation import is_real, is_traced, shown
 from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
-
-# A bool; a tree of bools; or a function from the gradients to either. The types name
-# the usual containers; for others, use a function.
-Mask: TypeAlias = (
-    bool
-    | np.bool_
-    | Mapping[Any, "Mask"]
-    | tuple["Mask", ...]
-    | list[Any]
-    | Callable[[Any], Any]
+from optax_lossscale._step.mask import Mask, SetAside, set_aside
+from optax_lossscale._step.missing_gradients import (
+    MissingGradients,
+    completed,
+    differentiated_params,
 )
-
-_static: Any = partial(dataclasses.field, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The inputs of a step, checked and completed.
+    """The inputs of a step, checked and completed."""
 
-    Without a mask, `grads` is a tree of all gradients. With one, `grads` and `left_out`
-    are lists of as many leaves as that tree has, and each leaf is in one of the lists,
-    with None in its place in the other.
-    """
-
-    grads: Any  # scaled or unscaled, with zeros for missing gradients
+    # Scaled or unscaled, with zeros for missing ones; with a mask, the list of those
+    # that it keeps
+    grads: Any
     params: Any  # None if the step was given none
-    value: jax.Array | None = None  # the true loss, shape ()
-    # The paths of leaves and branches of parameters without a gradient
-    missing: frozenset[Any] = _static(default=frozenset())
-    left_out: Any = None  # the gradients that a mask excludes, in float32 or wider
-    structure: Any = _static(default=None)  # of the tree of all gradients, with a mask
+    value: jax.Array | None  # the true loss, shape ()
+    set_aside: SetAside | None  # the gradients that the mask excludes, if there is one
+    missing: MissingGradients = dataclasses.field(metadata={"static": True})
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """A copy with unscaled gradients, in float32 or wider."""
@@ -76,59 +54,10 @@ class Prepared:
         return dataclasses.replace(self, grads=grads, value=value)
 
     def all_grads(self) -> Any:
-        """All gradients in their own tree, also those that the mask left out."""
-        if self.structure is None:
+        """All gradients in one tree, also those that the mask excludes."""
+        if self.set_aside is None:
             return self.grads
-        pairs = zip(self.grads, self.left_out, strict=True)
-        leaves = [left_out if grad is None else grad for grad, left_out in pairs]
-        return self.structure.unflatten(leaves)
-
-    def map_updates(self, function: Callable[[Any, Any], Any], updates: Any) -> Any:
-        """`function(param, update)` of each parameter; the update is None if missing.
-
-        The paths of `optax.lookahead`'s pair of parameter trees, the fast and the slow
-        ones, begin with one more key than those of gradients.
-        """
-        is_pair = isinstance(self.params, optax.LookaheadParams)
-
-        def unless_missing(path, param, update):
-            path_of_grad = path[1:] if is_pair else path
-            if self.is_missing(path_of_grad):
-                update = None
-            return function(param, update)
-
-        return jax.tree.map_with_path(unless_missing, self.params, updates)
-
-    def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
-        """The new inner state, but with the old slots of parameters without gradients.
-
-        Slots are the arrays that the inner state has for each parameter, such as
-        Adam's moments. `init` is the inner optimizer's, from which Optax finds them.
-        """
-        if not self.missing:
-            return new
-
-        def are_missing(slots):
-            # Slots are matched to parameters by their paths, not leaf by leaf: some are
-            # trees themselves (SM3's), and others are missing (under a mask).
-            return jax.tree.map_with_path(lambda path, _: self.is_missing(path), slots)
-
-        without_gradient = optax.tree.map_params(
-            init,
-            are_missing,
-            new,
-            transform_non_params=lambda _: False,
-            is_leaf=lambda _: True,
-        )
-
-        def chosen(is_missing, new, old):
-            return old if is_missing else new
-
-        return jax.tree.map(chosen, without_gradient, new, old)
-
-    def is_missing(self, path: Any) -> bool:
-        """Whether the gradient at a path is missing, or that of a branch around it."""
-        return any(path[:length] in self.missing for length in range(len(path) + 1))
+        return self.set_aside.with_others(self.grads)
 
 
 def prepare(
@@ -143,67 +72,14 @@ def prepare(
             "with_loss_scale(optax.masked(inner, mask))"
         )
     check_arrays("the gradients", grads)
-    completed = complete(grads, params)
+    grads, missing = completed(grads, params)
     if params is not None:
-        _check_kinds(completed.grads, _like(params))
+        _check_fit(grads, differentiated_params(params))
     loss = None if value is None else _true_loss(value)
-    prepared = dataclasses.replace(completed, value=loss)
-    return prepared if mask is None else _divided(prepared, mask)
-
-
-def complete(grads: Any, params: Any) -> Prepared:
-    """The gradients with zeros for missing ones, in the structure of the parameters.
-
-    Without parameters, the gradients as they are: where zeros belong is not known.
-    """
-    leaves = jax.tree.leaves_with_path(grads, is_leaf=_has_no_gradient)
-    missing = frozenset(path for path, g in leaves if _has_no_gradient(g))
-    if params is None:
-        return Prepared(grads, None, missing=missing)
-    like = _like(params)
-
-    def or_zeros(grad, branch):
-        """A gradient, or zeros like its branch of the parameters if it is missing."""
-        if not _has_no_gradient(grad):
-            return grad
-        return jax.tree.map(lambda p: jnp.zeros_like(as_inner_sees(p)), branch)
-
-    try:
-        completed = jax.tree.map(or_zeros, grads, like, is_leaf=_has_no_gradient)
-    except ValueError as error:
-        raise _other_structure(grads, like) from error
-    if jax.tree.structure(completed) != jax.tree.structure(like):
-        raise _other_structure(grads, like)
-    return Prepared(completed, params, missing=missing)
-
-
-def _other_structure(grads: Any, params: Any) -> ValueError:
-    """The error for gradients that do not have the structure of their parameters."""
-
-    def paths(tree):
-        return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
-
-    only_in_one = sorted(paths(grads) ^ paths(params))
-    return ValueError(
-        "the gradients must have the structure of the parameters, with None where "
-        f"there is no gradient. Only one of them has {shown(only_in_one)}.\nGradients: "
-        f"{jax.tree.structure(grads)}\nParameters: {jax.tree.structure(params)}"
-    )
-
-
-def as_inner_sees(x: Any) -> Any:
-    """A parameter as the inner optimizer sees it: in float32 or wider.
-
-    For a PRNG key, which no optimizer can compute with, zeros of its shape.
-    """
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(x.shape, jnp.float32)
-    return at_least_float32(x)
-
-
-def update_or_zero(param: Any, update: Any) -> Any:
-    """The update of a parameter, or zeros if it has none."""
-    return jnp.zeros_like(as_inner_sees(param)) if update is None else update
+    excluded = None
+    if mask is not None:
+        grads, excluded = set_aside(grads, mask)
+    return Prepared(grads, params, loss, excluded, missing)
 
 
 def check_arrays(name: str, tree: Any) -> None:
@@ -221,25 +97,6 @@ def check_arrays(name: str, tree: Any) -> None:
             )
 
 
-def check_update_shape(param: Any, update: Any) -> None:
-    """Raises unless an update has the shape of its parameter."""
-    shape = np.shape(param)
-    if np.shape(update) != shape:
-        raise ValueError(
-            f"the update of a parameter of shape {shape} has the shape "
-            f"{np.shape(update)}; average the gradients of a batch first"
-        )
-
-
-def check_mask(mask: Mask | None) -> None:
-    """Raises unless a mask is a function or a tree of bools."""
-    if callable(mask):
-        return
-    for leaf in jax.tree.leaves(mask):
-        if not isinstance(leaf, (bool, np.bool_)):
-            refuse("mask", leaf, "a tree of bools, or a function from gradients to one")
-
-
 def check_scalar(name: str, x: Any) -> None:
     """Raises a `TypeError` unless `x` is a real number of shape ()."""
     if not is_real(x):
@@ -255,28 +112,6 @@ def check_scalar(name: str, x: Any) -> None:
         )
 
 
-def _divided(prepared: Prepared, mask: Mask) -> Prepared:
-    """The inputs with the gradients that a mask excludes moved to `left_out`."""
-    if callable(mask):
-        mask = mask(prepared.grads)
-        check_mask(mask)
-    try:
-        flags = jax.tree.leaves(jax.tree.broadcast(mask, prepared.grads))
-    except ValueError as error:
-        raise ValueError(
-            f"mask must be a prefix of the gradients' tree: {error}"
-        ) from error
-    leaves, structure = jax.tree.flatten(prepared.grads)
-    grads = []
-    left_out = []
-    for leaf, is_kept in zip(leaves, flags, strict=True):
-        grads.append(leaf if is_kept else None)
-        left_out.append(None if is_kept else at_least_float32(leaf))
-    return dataclasses.replace(
-        prepared, grads=grads, left_out=left_out, structure=structure
-    )
-
-
 def _unscale(loss_scale: LossScale, grads: Any) -> Any:
     """The gradients divided by the loss scale, in float32 or wider."""
     return loss_scale.unscale(grads)
@@ -290,18 +125,8 @@ def _zero_unless_finite(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), x, 0) if is_inexact_leaf(x) else x
 
 
-def _like(params: Any) -> Any:
-    """The parameters that gradients are of: for `optax.lookahead`, the fast ones."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-def _has_no_gradient(grad: Any) -> bool:
-    """Whether this is None, or a float0 array, JAX's gradient of an integer."""
-    return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
-
-
-def _check_kinds(grads: Any, params: Any) -> None:
-    """Raises unless each gradient is of its parameter's kind.
+def _check_fit(grads: Any, params: Any) -> None:
+    """Raises unless each gradient fits its parameter.
 
     It has the parameter's shape, after any batch axes, and floats if that has floats.
     """

@@ -6,7 +6,7 @@ A step joins both to the float32 number, lets the inner optimizer update that, a
 splits it again. The update that it returns is the difference of the rounded numbers.
 
 `with_loss_scale` around this transformation passes it all parameters in float32, which
-do not show which of them have 16 bits. In `init`, `with_rest_of_narrow` makes their
+do not show which of them have 16 bits. In `init`, `with_rests` makes their
 rests; in a step, the rests in the state show it.
 """
 
@@ -26,8 +26,9 @@ from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import check_transformation, shown
 from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.get import name_in_optax
-from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
+from optax_lossscale._step.missing_gradients import completed, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
+from optax_lossscale._step.update import check_update_shape
 
 # The names of states of Optax's wrappers that compute other updates from those of the
 # transformation inside them; names, as in `get.py`
@@ -90,9 +91,9 @@ def with_master_weights(
     For bfloat16 parameters, `rest` is the 16 further bits of each float32 number. They
     take half the memory of a float32 copy, and training is the same to the bit, except
     for subnormal numbers and those beyond bfloat16's largest. (Ties are rounded away
-    from zero, so 16 bits are enough.) For float16 parameters, whose
-    range is smaller, it is a copy. `optax.apply_updates(params, updates)` is exact
-    wherever float32 holds the difference.
+    from zero, so 16 bits are enough.) For float16 parameters, whose range is smaller,
+    `rest` is a float32 copy. `optax.apply_updates(params, updates)` is exact wherever
+    float32 holds the difference.
 
     A program may change its parameters between steps: a float16 parameter that is no
     longer its rounded copy replaces the copy; a bfloat16 one keeps the 16 further bits.
@@ -156,49 +157,50 @@ def with_master_weights(
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
-        completed = complete(updates, params)
+        grads, missing = completed(updates, params)
         weights = state.weights(params)
         check_inner_dtypes(
             state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
         )
         inner_updates, inner_state = inner_tx.update(
-            jax.tree.map(at_least_float32, completed.grads),
+            jax.tree.map(at_least_float32, grads),
             state.inner_state,
             weights,
             **extra_args,
         )
-        steps = jax.tree.map(
-            _step_of_param, params, state.master_weights, weights, inner_updates
+        pairs = jax.tree.map(
+            _rounded, params, state.master_weights, weights, inner_updates
         )
-        new_updates = jax.tree.map(lambda _, step: step.update, params, steps)
-        rests = jax.tree.map(lambda _, step: step.rest, params, steps)
-        new_state = completed.slots_kept(
+        new_updates = jax.tree.map(lambda _, pair: pair.update, params, pairs)
+        rests = jax.tree.map(lambda _, pair: pair.rest, params, pairs)
+        new_state = missing.slots_kept(
             init, MasterWeightsState(rests, inner_state), state
         )
-        return completed.map_updates(update_or_zero, new_updates), new_state
+        return missing.map_updates(update_or_zero, params, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """An inner state with the rests of narrow parameters in its `MasterWeightsState`s.
+def with_rests(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
+    """An inner state with the rests of 16-bit parameters in its `MasterWeightsState`s.
 
-    `state` was made for the parameters in float32, which lack nothing. `init` is the
-    inner optimizer's, and `params` are the parameters in their own dtypes.
+    `state` is what `init`, the inner optimizer's, made for the parameters in float32,
+    which lack nothing. So `init` is called once more, for `params` in their own dtypes,
+    and the rests are taken from what it returns: inside `optax.masked`, say, a state
+    has only some of the parameters, which it does not name.
     """
     if not find_nodes(_is_state, state):
         return state
 
-    def with_rest(wide, narrow):
-        """The state for narrow parameters, with the inner state for float32 ones."""
-        if not _is_state(narrow):
-            return wide
-        return narrow._replace(inner_state=wide.inner_state)
+    def with_rest(for_float32, for_params):
+        if not _is_state(for_params):
+            return for_float32
+        return for_params._replace(inner_state=for_float32.inner_state)
 
     return jax.tree.map(with_rest, state, init(params), is_leaf=_is_state)
 
 
-def check_order(state: Any) -> None:
+def check_nothing_follows(state: Any) -> None:
     """Raises if another transformation changes the updates of `with_master_weights`.
 
     A state shows that by its nesting: its `MasterWeightsState` is not the last in a
@@ -216,7 +218,7 @@ def check_order(state: Any) -> None:
             "optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
         )
     for part in parts:
-        check_order(part)
+        check_nothing_follows(part)
 
 
 def _is_chain(state: Any) -> bool:
@@ -267,29 +269,28 @@ def _check_arguments(state: Any, params: Any) -> None:
             "with_master_weights needs the parameters: call update(updates, state, "
             "params)"
         )
-    # with_loss_scale passes all parameters in float32, and has compared the rests with
-    # the dtypes that they really have.
-    are_narrow = any(map(is_narrow_leaf, jax.tree.leaves(params)))
+    has_narrow = any(map(is_narrow_leaf, jax.tree.leaves(params)))
     has_rests = bool(jax.tree.leaves(state.master_weights))
-    is_in_with_loss_scale = has_rests and not are_narrow
-    if not is_in_with_loss_scale:
+    # Rests beside parameters in float32 alone are no contradiction: with_loss_scale
+    # passes all parameters in float32. It compares the rests with their own dtypes.
+    if has_narrow or not has_rests:
         rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
         _check_rests(state.master_weights, rests)
 
 
 def _check_rests(rests: Any, expected: Any) -> None:
     """Raises unless two trees of rests have the same dtypes, shapes and paths."""
-    kinds = _kinds(rests)
-    expected_kinds = _kinds(expected)
-    if kinds != expected_kinds:
+    kept = _described(rests)
+    needed = _described(expected)
+    if kept != needed:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(kinds)}, but these need {shown(expected_kinds)}. Make a new "
-            "state: tx.init(params)"
+            f"{shown(kept)}, but these need {shown(needed)}. Make a new state: "
+            "tx.init(params)"
         )
 
 
-def _kinds(rests: Any) -> list[str]:
+def _described(rests: Any) -> list[str]:
     """The dtype, shape and path of each rest, as text."""
     leaves = jax.tree.leaves_with_path(rests)
     return [
@@ -297,27 +298,27 @@ def _kinds(rests: Any) -> list[str]:
     ]
 
 
-class _Step(NamedTuple):
-    """The result of a step for one parameter."""
+class _UpdateAndRest(NamedTuple):
+    """What a step makes for one parameter."""
 
     update: Any
     rest: Any  # what the updated parameter lacks
 
 
-def _step_of_param(param: Any, rest: Any, weight: jax.Array, update: Any) -> _Step:
+def _rounded(param: Any, rest: Any, weight: Any, update: Any) -> _UpdateAndRest:
     """A parameter's update and its new rest, from the update of its master weight.
 
     `weight` is the float32 number, and `update` what the inner optimizer adds to it.
     """
     if isinstance(rest, optax.MaskedNode):
-        return _Step(update, rest)
+        return _UpdateAndRest(update, rest)
     check_update_shape(param, update)
     new_weight = (weight + update).astype(jnp.float32)
     rounded, new_rest = split(new_weight, narrow_dtype(rest))
     param = at_least_float32(param)
     # Of two equal infinities, the difference would be NaN.
     difference = jnp.where(rounded == param, 0, rounded - param)
-    return _Step(difference, new_rest)
+    return _UpdateAndRest(difference, new_rest)
 
 
 def _rest_of(param: Any) -> Any:

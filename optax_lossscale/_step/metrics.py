@@ -1,5 +1,6 @@
 """What to log about loss scaling: the scalars of the state, by name."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -69,29 +70,30 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         "log2_loss_scale": log2,
         "exhausted": exhausted,
     }
+    rule = None
     if wrapper is not None:
+        rule = wrapper.skip_rule
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
             scalars[name] = getattr(wrapper, name)
-    _add_public(scalars, "loss_scale", loss_scale)
-    if wrapper is not None:
-        _add_public(scalars, "skip_rule", wrapper.skip_rule)
+    for part, tree in (("loss_scale", loss_scale), ("skip_rule", rule)):
+        scalars |= _others(part, tree, scalars)
     return scalars
 
 
-def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
-    """Adds the public state of the loss scale or the skip rule to the scalars.
+def _others(part: str, tree: Any, scalars: Collection[str]) -> dict[str, jax.Array]:
+    """The public state of the loss scale or of the skip rule, by name.
 
-    The scale itself, which is there already, is left out. A name that is taken gets
-    `part` as a prefix.
+    The scale itself is left out, as it is among the scalars. A name that is taken there
+    gets `part` as a prefix.
     """
+    others = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name = path_name(path)
         is_the_scale = part == "loss_scale" and name == "loss_scale"
         if name.startswith("_") or is_the_scale:
             continue
-        if name in scalars:
-            name = f"{part}/{name}"
-        scalars[name] = x
+        others[f"{part}/{name}" if name in scalars else name] = x
+    return others
 
 
 @jax.jit  # Without it, every call would send its constants to the device.

@@ -31,7 +31,8 @@ class LossScaleState(NamedTuple):
     Attributes:
       loss_scale: the `LossScale`, with its counters.
       inner_state: the state of the wrapped optimizer.
-      should_apply: whether the last step was applied; bool, shape ().
+      should_apply: whether the last step was applied; bool, shape (). A step that
+        checks nothing, with `skip=None` and a fixed loss scale, leaves it as it was.
       skipped_steps: the steps skipped so far; int32, shape ().
       consecutive_skipped_steps: those since the last applied step; int32, shape ().
       skip_rule: the `SkipRule` that decides about finite steps, with its state; or

@@ -24,6 +24,8 @@ from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs, master_weights
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
+from optax_lossscale._step.mask import Mask
+from optax_lossscale._step.missing_gradients import as_inner_sees
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -45,18 +47,16 @@ class ScaledStep:
     inner: optax.GradientTransformation
     loss_scale: LossScale
     axis_name: AxisName | None
-    mask: inputs.Mask | None
+    mask: Mask | None
     branch: Branch | None
     skip: Skip | None
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step, made for parameters in float32 or wider."""
         inputs.check_arrays("params", params)
-        inner_state = self.inner.init(jax.tree.map(inputs.as_inner_sees, params))
-        master_weights.check_order(inner_state)
-        inner_state = master_weights.with_rest_of_narrow(
-            inner_state, self.inner.init, params
-        )
+        inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
+        master_weights.check_nothing_follows(inner_state)
+        inner_state = master_weights.with_rests(inner_state, self.inner.init, params)
         if wrapper_states(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
@@ -96,8 +96,8 @@ class ScaledStep:
         should_apply, new_state = decide_step(
             unscaled, state, self.skip, self.axis_name
         )
-        is_checked = self.skip is not None
-        update = InnerUpdate(self.inner, extra_args, to_params, is_checked)
+        skips_nonfinite = self.skip is not None
+        update = InnerUpdate(self.inner, extra_args, to_params, skips_nonfinite)
         if should_apply is True:  # nothing was checked
             new, inner_state = update.apply(unscaled, state.inner_state)
         else:

@@ -4,7 +4,7 @@ A compiled step cannot raise an error: if gradients overflow at every loss scale
 skips every step. The state shows that, and `raise_if_stuck` reads it between steps.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,73 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     check_concrete("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     wrapper = wrapper_state(state)
+    _check_one_model(loss_scale, wrapper)
+    fault = _exhausted(loss_scale)
+    in_a_row = ""
+    if wrapper is not None:
+        fault = (
+            fault
+            or _skipped_by_rule(wrapper, max_consecutive_skips)
+            or _not_finite(wrapper, max_consecutive_skips)
+        )
+        in_a_row = f"Steps skipped in a row: {wrapper.consecutive_skipped_steps}. "
+    if fault:
+        raise LossScaleError(f"{fault.reason}. {in_a_row}{fault.remedy}")
+
+
+class _Fault(NamedTuple):
+    """Why training cannot go on, and what to do about it, as text for the error."""
+
+    reason: str
+    remedy: str
+
+
+def _exhausted(loss_scale: LossScale) -> _Fault | None:
+    """The fault of a loss scale that cannot be lowered, if it has it."""
+    if not loss_scale.exhausted():
+        return None
+    has_floor = getattr(loss_scale, "min_scale", None) is not None
+    return _Fault(
+        f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be "
+        "lowered",
+        f"{_DIAGNOSE}. {_LOWER_FLOOR}" if has_floor else _DIAGNOSE,
+    )
+
+
+def _skipped_by_rule(state: LossScaleState, most: int) -> _Fault | None:
+    """The fault of a rule that skips too many finite steps, if it has it."""
+    rule = state.skip_rule
+    if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
+        return None
+    reason = (
+        f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
+        f"{rule.skipped_by_rule} steps in all. At the last step, "
+    )
+    if np.isfinite(rule.gradient_norm):
+        norm = f"gradients had a norm of {rule.gradient_norm:g}"
+        return _Fault(reason + norm, _RESTART_RULE)
+    return _Fault(reason + _symptom(state), f"{_DIAGNOSE}. {_RESTART_RULE}")
+
+
+def _not_finite(state: LossScaleState, most: int) -> _Fault | None:
+    """The fault of too many skipped steps in a row, if there were so many."""
+    if state.consecutive_skipped_steps <= most:
+        return None
+    return _Fault(
+        f"{_symptom(state)}; the loss scale is {state.loss_scale():g}", _DIAGNOSE
+    )
+
+
+def _symptom(state: LossScaleState) -> str:
+    """Why steps were skipped, though not by a rule's decision."""
+    not_finite = "gradients or losses were not finite"
+    if state.skip_rule is None:
+        return not_finite
+    return f"gradients had a norm of 2**64 or more, or {not_finite}"
+
+
+def _check_one_model(loss_scale: LossScale, wrapper: LossScaleState | None) -> None:
+    """Raises a `TypeError` for the stacked state of an ensemble."""
     number = loss_scale.loss_scale if wrapper is None else wrapper.should_apply
     shape = np.shape(number)
     if shape:
@@ -65,64 +132,18 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
             f"shape {shape}. Pass that of one member: jax.tree.map(lambda x: x[0], "
             "state)"
         )
-    if wrapper is None:
-        fault = _exhausted(loss_scale, _ADVICE)
-    else:
-        in_a_row = wrapper.consecutive_skipped_steps
-        advice = f"Steps skipped in a row: {in_a_row}. {_ADVICE}"
-        fault = (
-            _exhausted(loss_scale, advice)
-            or _skipped_by_rule(wrapper, max_consecutive_skips)
-            or _not_finite(wrapper, max_consecutive_skips, advice)
-        )
-    if fault:
-        raise LossScaleError(fault)
 
 
-def _exhausted(loss_scale: LossScale, advice: str) -> str:
-    """The fault of a loss scale that cannot be lowered; empty if there is none."""
-    if not loss_scale.exhausted():
-        return ""
-    if getattr(loss_scale, "min_scale", None) is not None:
-        advice += _IF_LARGE
-    return (
-        f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be "
-        f"lowered. {advice}"
-    )
-
-
-def _skipped_by_rule(state: LossScaleState, most: int) -> str:
-    """The fault of a rule that skips too many finite steps; empty if there is none."""
-    rule = state.skip_rule
-    if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
-        return ""
-    last = f"the last gradients have a norm of {rule.gradient_norm:g}"
-    if not np.isfinite(rule.gradient_norm):
-        last = f"the last gradients or losses were not finite. {_ADVICE}"
-    return (
-        f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
-        f"{rule.skipped_by_rule} steps in all; {state.consecutive_skipped_steps} were "
-        f"skipped in a row, and {last}. {_IF_NEW}"
-    )
-
-
-def _not_finite(state: LossScaleState, most: int, advice: str) -> str:
-    """The fault of too many skipped steps in a row; empty if there is none."""
-    if state.consecutive_skipped_steps <= most:
-        return ""
-    return (
-        "gradients or losses were not finite; the loss scale is "
-        f"{state.loss_scale():g}. {advice}"
-    )
-
-
-_ADVICE = (
+_DIAGNOSE = (
     "A skipped step has left everything as it was: "
     "run print(ols.diagnose(loss_fn, params, batch))"
 )
-_IF_LARGE = ". If gradients are large but not broken, allow a smaller scale (min_scale)"
-_IF_NEW = (
+_LOWER_FLOOR = (
+    "If gradients are large but not broken, allow a smaller scale (min_scale)"
+)
+_RESTART_RULE = (
     "If large norms are the new level, restart the rule, "
     "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
-    "finds such a level by itself"
+    "finds such a level by itself after max_skips steps, if max_consecutive_skips is "
+    "at least as many"
 )

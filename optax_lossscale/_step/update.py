@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
-from optax_lossscale._step.inputs import (
-    Prepared,
-    as_inner_sees,
-    check_update_shape,
-    update_or_zero,
-)
+from optax_lossscale._step.inputs import Prepared
+from optax_lossscale._step.missing_gradients import as_inner_sees, update_or_zero
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +26,7 @@ class InnerUpdate:
     inner: optax.GradientTransformation
     extra_args: Mapping[str, Any]  # passed on to the inner update
     to_params: bool  # whether to return new parameters, not the updates
-    is_checked: bool  # whether steps that are not finite are always skipped
+    skips_nonfinite: bool  # whether steps that are not finite are always skipped
 
     def apply(self, unscaled: Prepared, inner_state: Any) -> tuple[Any, Any]:
         """The new parameters, or the updates that lead there, and the new inner state.
@@ -38,6 +35,7 @@ class InnerUpdate:
         parameters without a gradient.
         """
         params = unscaled.params
+        missing = unscaled.missing
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(as_inner_sees, params)
         result, new_state = inner.update(
@@ -48,13 +46,13 @@ class InnerUpdate:
         )
         if params is not None:
             param_or_update = _param_after if self.to_params else update_or_zero
-            result = unscaled.map_updates(param_or_update, result)
+            result = missing.map_updates(param_or_update, params, result)
 
         def in_its_dtype(new, old):
             return strong(new, dtype_of(old))
 
         new_state = jax.tree.map(in_its_dtype, new_state, inner_state)
-        return result, unscaled.slots_kept(self.inner.init, new_state, inner_state)
+        return result, missing.slots_kept(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
         """The extra arguments of the inner update, with the loss if it takes one."""
@@ -75,3 +73,13 @@ def _param_after(param: Any, update: Any) -> Any:
     check_update_shape(param, update)
     new_param = optax.apply_updates(at_least_float32(param), update)
     return strong(new_param, dtype_of(param))
+
+
+def check_update_shape(param: Any, update: Any) -> None:
+    """Raises unless an update has the shape of its parameter."""
+    shape = np.shape(param)
+    if np.shape(update) != shape:
+        raise ValueError(
+            f"the update of a parameter of shape {shape} has the shape "
+            f"{np.shape(update)}; average the gradients of a batch first"
+        )

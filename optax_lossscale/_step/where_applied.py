@@ -10,13 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._arrays.precision import (
-    T,
-    dtype_of,
-    is_array_leaf,
-    is_inexact_leaf,
-    strong,
-)
+from optax_lossscale._arrays.precision import T, is_array_leaf, is_inexact_leaf, strong
 from optax_lossscale._arrays.variables import variable_ids, without_variables
 from optax_lossscale._step.state import wrapper_states
 
@@ -42,8 +36,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
     Raises:
       ValueError: if the state holds no `LossScaleState`, or several; if the trees
         differ; or if both hold the same `nnx` variables, which have changed in place.
-      TypeError: if arrays differ in shape, or if `new` has floats where `old` has
-        integers.
+      TypeError: if arrays differ in shape; or if `new` has floats where `old` has
+        integers, complex numbers where it has real ones, or integers that are wider.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -72,13 +66,31 @@ def where_applied(state: Any, new: T, old: T) -> T:
     def chosen(old, new):
         if not is_array_leaf(old):
             return new
-        if is_inexact_leaf(new) and not is_inexact_leaf(old):
-            raise TypeError(
-                "new has a float where old has an integer, which would round it: let "
-                "old begin with a float, such as 0.0"
-            )
-        new = strong(jnp.asarray(new), dtype_of(old))
-        return lax.select(should_apply, new, jnp.asarray(old))
+        old = strong(old)
+        new = jnp.asarray(new)
+        _check_holds(old, new)
+        return lax.select(should_apply, strong(new, old.dtype), old)
 
     arrays = jax.tree.map(chosen, without_variables(old), without_variables(new))
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
+
+
+def _check_holds(old: jax.Array, new: jax.Array) -> None:
+    """Raises a `TypeError` if the dtype of `old` does not hold the numbers of `new`.
+
+    Only floats may be rounded, to narrower ones.
+    """
+    if is_inexact_leaf(new) and not is_inexact_leaf(old):
+        raise TypeError(
+            "new has a float where old has an integer, which would round it: let "
+            "old begin with a float, such as 0.0"
+        )
+    if is_inexact_leaf(old):
+        is_held = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
+    else:
+        is_held = jnp.result_type(old, new) == old.dtype
+    if not is_held:
+        raise TypeError(
+            f"new has {new.dtype} where old has {old.dtype}, which does not hold all "
+            f"of its numbers: let old begin with {new.dtype}"
+        )

@@ -23,7 +23,7 @@ from optax_lossscale._step.gradient import (
     loss_of,
     value_and_scaled_grad,
 )
-from optax_lossscale._step.inputs import Mask, check_mask
+from optax_lossscale._step.mask import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
 
@@ -90,9 +90,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState`, or `update` was replaced.
-          ValueError: if gradients and parameters differ in structure, or if the state
-            belongs to another configuration.
+          TypeError: if `state` is not a `LossScaleState`, a gradient is not an array,
+            `value` is not a real number of shape (), or `update` was replaced.
+          ValueError: if the gradients do not have the structure and shapes of the
+            parameters, or have integers where these have floats.
+          ValueError: if the state has another configuration, is a stack of several, or
+            holds the inner state of an optimizer of 16-bit parameters.
+          ValueError: if `params` is None, or the mask does not fit the gradients.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -145,8 +149,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: if `loss_fn` is not a function, or has an argument `has_aux`,
-            `grad_dtype` or `extra_args`; if `state` is not a `LossScaleState`; or if
-            `extra_args` holds a `value` beside the loss.
+            `grad_dtype` or `extra_args` that it would not get.
+          TypeError: if `state` is not a `LossScaleState`, or if `extra_args` holds a
+            `value` beside the loss.
+          TypeError, ValueError: as `value_and_scaled_grad` and `apply_gradients` do.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -209,10 +215,10 @@ def with_loss_scale(
     inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
-    applied. With `"select"`, it runs at every step, and sees zeros in place of
-    gradients that are not finite (but with `skip=None` these gradients, and those that
-    `mask` leaves out as they are). So use `"cond"` if `inner` has side effects, such as
-    a callback, or is expensive, such as an `eigh`.
+    applied. With `"select"`, it runs at every step, and sees zeros in place of numbers
+    that are not finite, except in gradients that `mask` excludes, and with `skip=None`.
+    So use `"cond"` if `inner` has side effects, such as a callback, or is expensive,
+    such as an `eigh`.
 
     *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
     not finite, and a skip rule uses their largest norm and mean loss. If replicas
@@ -241,12 +247,12 @@ def with_loss_scale(
 
         - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not, if
           it is passed to the step as `value`; whatever the loss scale is.
-        - A rule from `skips`: these steps, and finite ones that the rule considers
-          spikes, which leave the loss scale as it was, as if there had been no step.
-          (So do steps whose norm is 2**64 or more, which is infinite in float32; they
-          do not count as skipped by the rule.) The rule sees the global norm of the
+        - A rule from `skips`: the same steps, and finite ones that the rule takes for
+          spikes. A spike leaves the loss scale as it was, as if there had been no step.
+          So does a step whose norm is 2**64 or more, which is infinite in float32; it
+          does not count as skipped by the rule. The rule sees the global norm of the
           unscaled gradients that `mask` keeps, and the loss, passed as `value` or, as
-          in MaxText and Levanter, as `loss`, which is not looked at without a rule.
+          in MaxText and Levanter, as `loss`. (Without a rule, `loss` is not looked at.)
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is not looked at, and with a fixed loss scale or none *nothing is
           checked*: an overflow writes NaN into the parameters.
@@ -256,9 +262,10 @@ def with_loss_scale(
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
-      TypeError: if `inner` is not a transformation.
+      TypeError: if `inner` is not a transformation; in `init`, if a parameter is not an
+        array.
       ValueError: for other argument values; in `init`, if a part of `inner` is already
-        wrapped.
+        wrapped, or if something comes after `with_master_weights`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

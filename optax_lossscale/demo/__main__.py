@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import optax
+from numpy.lib.stride_tricks import sliding_window_view
 
 try:
     from matplotlib.figure import Figure
@@ -28,23 +29,24 @@ HEADER = """\
 | --- | ---: | ---: | ---: |"""
 
 
-def loss_fn(params, tokens):
+def in_float32(params, tokens):
     """The share of one micro-batch in the mean over all: its loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 
+in_float16 = ols.autocast(in_float32)
+
 # Each run has a loss function and a loss scale. The dynamic one grows after 15 steps
 # instead of 2000, to show in a short run how it adapts.
-in_float16 = ols.autocast(loss_fn)
 RUNS = {
-    "float32": (loss_fn, None),
+    "float32": (in_float32, None),
     "float16, no loss scaling": (in_float16, None),
     "float16, fixed scale": (in_float16, 128),
     "float16, dynamic scale": (in_float16, ols.DynamicLossScale(growth_interval=15)),
 }
 
 
-def make_train_step(loss_of_run, loss_scale, steps):
+def make_train_step(loss_fn, loss_scale, steps):
     """Makes the wrapped optimizer, and a compiled training step that uses it."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(
@@ -54,16 +56,17 @@ def make_train_step(loss_of_run, loss_scale, steps):
 
     @jax.jit
     def train_step(params, state, tokens):
-        loss, params, state = tx.minimize(loss_of_run, state, params, tokens)
-        metrics = ols.metrics(state) | {"loss": loss * MICRO_BATCHES}
+        loss, params, state = tx.minimize(loss_fn, state, params, tokens)
+        metrics = ols.metrics(state)
+        metrics["loss"] = loss * MICRO_BATCHES
         return params, state, metrics
 
     return tx, train_step
 
 
-def train(loss_of_run, loss_scale, steps):
+def train(loss_fn, loss_scale, steps):
     """Trains the model once; returns a list of the metrics after each step."""
-    tx, train_step = make_train_step(loss_of_run, loss_scale, steps)
+    tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
     history = []
@@ -71,6 +74,32 @@ def train(loss_of_run, loss_scale, steps):
         params, state, metrics = train_step(params, state, tokens)
         history.append(metrics)
     return jax.device_get(history)
+
+
+def losses_of(history):
+    """The loss of each step of a run."""
+    return [metrics["loss"] for metrics in history]
+
+
+def row(name, history):
+    """The row of a run in the table."""
+    losses = losses_of(history)
+    final_loss = np.mean(losses[-40:])
+    skipped = history[-1]["skipped_steps"]
+    exponent = history[-1]["log2_loss_scale"]
+    return f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
+
+
+def draw(name, history, top, bottom):
+    """Draws the losses of a run, as a running mean over ten steps, and its scales."""
+    # The losses of two other runs lie on top of float32's, so its line is wider.
+    width = 5 if name == "float32" else 1.3
+    losses = losses_of(history)
+    window = min(10, len(losses))
+    means = sliding_window_view(losses, window).mean(axis=1)
+    steps = range(window, len(losses) + 1)
+    [line] = top.plot(steps, means, label=name, lw=width, alpha=0.5)
+    plot.loss_scale(history, bottom, color=line.get_color(), lw=width, alpha=0.5)
 
 
 def main(arguments=None):
@@ -85,20 +114,10 @@ def main(arguments=None):
         ylabel="loss (nats per byte, running mean)",
     )
     print(f"{__doc__}\n{HEADER}", flush=True)
-    for name, (loss_of_run, loss_scale) in RUNS.items():
-        history = train(loss_of_run, loss_scale, steps)
-        losses = [metrics["loss"] for metrics in history]
-        final_loss = np.mean(losses[-40:])
-        skipped = history[-1]["skipped_steps"]
-        exponent = history[-1]["log2_loss_scale"]
-        print(f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |", flush=True)
-        # The losses of two other runs lie on top of float32's, so its line is wider.
-        style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
-        window = min(10, steps)
-        running_mean = np.convolve(losses, np.full(window, 1 / window), mode="valid")
-        at = range(window, steps + 1)
-        [line] = top.plot(at, running_mean, label=name, **style)
-        plot.loss_scale(history, bottom, color=line.get_color(), **style)
+    for name, (loss_fn, loss_scale) in RUNS.items():
+        history = train(loss_fn, loss_scale, steps)
+        print(row(name, history), flush=True)
+        draw(name, history, top, bottom)
     top.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)
     print("Picture:", PICTURE)

@@ -16,32 +16,33 @@ BLOCKS = 2
 
 def init(key, width=WIDTH, blocks=BLOCKS):
     """The initial parameters, a tree of float32 arrays."""
-    keys = iter(jax.random.split(key, 4 * blocks + 3))
-
-    def normal(inputs, outputs):
-        """Weights of shape (inputs, outputs) that keep the variance of their inputs."""
-        shape = (inputs, outputs)
-        weights = jax.random.normal(next(keys), shape)
-        return weights * inputs**-0.5
-
-    def weights_of_block():
-        """The parameters of a block: attention, and the two dense layers after it."""
-        return {
-            "norm1": jnp.ones(width),
-            "qkv": normal(width, 3 * width),
-            "out": normal(width, width),
-            "norm2": jnp.ones(width),
-            "up": normal(width, 4 * width),
-            "down": normal(4 * width, width),
-        }
-
+    keys = jax.random.split(key, 4 * blocks + 3)
+    keys_of_blocks = keys[2:-1].reshape(blocks, 4)
     return {
-        "embedding": normal(BYTES, width) * 4,
-        "position": normal(CONTEXT, width) * 0.5,
-        "blocks": [weights_of_block() for _ in range(blocks)],
+        "embedding": normal(keys[0], BYTES, width) * 4,
+        "position": normal(keys[1], CONTEXT, width) * 0.5,
+        "blocks": [init_block(block_keys, width) for block_keys in keys_of_blocks],
         "norm": jnp.ones(width),
-        "head": normal(width, BYTES),
+        "head": normal(keys[-1], width, BYTES),
     }
+
+
+def init_block(keys, width):
+    """The parameters of a block: attention, and the two dense layers after it."""
+    return {
+        "norm1": jnp.ones(width),
+        "qkv": normal(keys[0], width, 3 * width),
+        "out": normal(keys[1], width, width),
+        "norm2": jnp.ones(width),
+        "up": normal(keys[2], width, 4 * width),
+        "down": normal(keys[3], 4 * width, width),
+    }
+
+
+def normal(key, inputs, outputs):
+    """Weights of shape (inputs, outputs) that keep the variance of their inputs."""
+    weights = jax.random.normal(key, (inputs, outputs))
+    return weights * inputs**-0.5
 
 
 def loss(params, tokens):
@@ -54,42 +55,52 @@ def loss(params, tokens):
     targets = tokens[:, 1:]
     x = params["embedding"][inputs]
     x += params["position"]
-    for layer in params["blocks"]:
-        x = block(layer, x)
-    logits = normed(x, params["norm"]) @ params["head"]
+    for weights in params["blocks"]:
+        x = block(weights, x)
+    x = normed(x, params["norm"])
+    logits = x @ params["head"]
     logits = logits.astype(jnp.float32)
     losses = cross_entropy(logits, targets)
     return losses.mean()
 
 
-def block(layer, x):
+def block(weights, x):
     """Attention, and then two dense layers, each added to its input."""
-    x += attention(layer, normed(x, layer["norm1"]))
-    hidden = normed(x, layer["norm2"]) @ layer["up"]
-    return x + jax.nn.gelu(hidden) @ layer["down"]
+    x += attention(weights, normed(x, weights["norm1"]))
+    return x + dense(weights, normed(x, weights["norm2"]))
 
 
 def normed(x, gain):
     """RMS norm over the last axis, computed in float32, times a learned `gain`."""
     wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide**2, -1, keepdims=True)
+    mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
     wide *= jax.lax.rsqrt(mean_square + 1e-6)
     return wide.astype(x.dtype) * gain
 
 
-def attention(layer, x):
+def dense(weights, x):
+    """Two dense layers with a GELU between them."""
+    hidden = x @ weights["up"]
+    hidden = jax.nn.gelu(hidden)
+    return hidden @ weights["down"]
+
+
+def attention(weights, x):
     """Causal multi-head attention, with the softmax in float32.
 
     It is written out, as `jax.nn.dot_product_attention` takes no float16 on CPU.
     """
-    qkv = x @ layer["qkv"]
-    heads = qkv.reshape(*x.shape[:2], HEADS, -1)
-    q, k, v = jnp.split(heads, 3, -1)
+    batch, length, width = x.shape
+    qkv = x @ weights["qkv"]
+    qkv = qkv.reshape(batch, length, HEADS, -1)
+    q, k, v = jnp.split(qkv, 3, axis=-1)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     scores = scores.astype(jnp.float32)
     scores *= q.shape[-1] ** -0.5
     is_past = jnp.tri(CONTEXT, dtype=bool)
     scores = jnp.where(is_past, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(x.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-    return mixed.reshape(x.shape) @ layer["out"]
+    shares = jax.nn.softmax(scores)
+    shares = shares.astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", shares, v)
+    mixed = mixed.reshape(batch, length, width)
+    return mixed @ weights["out"]

@@ -55,6 +55,12 @@ def test_passes_has_aux_argnums_and_further_arguments_on():
     assert g.dtype == jax.dtypes.float0
 
 
+@pytest.mark.parametrize("argnums", [(0, 0), (0, -2), (-1, 1)])
+def test_an_argument_is_not_named_twice_from_the_end_either(argnums):
+    with pytest.raises(ValueError, match="argnums must name each argument once"):
+        ols.value_and_scaled_grad(jnp.dot, LS, argnums)(jnp.ones(2), jnp.ones(2))
+
+
 @pytest.mark.parametrize("way", ["value_and_scaled_grad", "minimize"])
 def test_integers_among_the_parameters_are_refused(way):
     params = {"w": jnp.ones(3), "step": jnp.arange(3)}

@@ -144,6 +144,18 @@ def test_a_node_that_refuses_none_is_trained(door):
         assert (after["head"] < 1).all()
 
 
+@each_door
+def test_a_mask_may_exclude_a_node_that_refuses_none(door):
+    params = {"layer": Layer(jnp.ones(2), jnp.ones(1)), "head": jnp.ones(2)}
+    mask = {"layer": False, "head": True}
+    tx = ols.with_loss_scale(optax.sgd(1.0), 4, mask=mask)
+    grads = {"layer": params["layer"], "head": jnp.full(2, 2.0)}
+    after, state = step_through(door, tx, grads, tx.init(params), params)
+    assert state.should_apply
+    assert (after["layer"].w == 0).all()
+    assert (after["head"] == 0.5).all()
+
+
 def test_a_skipped_step_without_a_gradient_changes_nothing():
     tx = ols.with_loss_scale(optax.adam(0.1))
     state = tx.init(PARAMS)

@@ -146,3 +146,20 @@ def test_a_floor_that_is_none_already_is_not_spoken_of():
     with pytest.raises(ols.LossScaleError, match="cannot be lowered") as error:
         ols.raise_if_stuck(ls.adjust(False))
     assert "min_scale" not in str(error.value)
+
+
+def test_of_norms_that_float32_does_not_hold_it_does_not_say_that_gradients_were_not_finite():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(1.0))
+    state = after(tx, *[1e25 * PARAMS] * 4)
+    with pytest.raises(ols.LossScaleError, match=r"a norm of 2\*\*64 or more, or"):
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
+
+
+def test_the_rule_that_finds_a_new_level_by_itself_is_named_with_its_condition():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.spikes(max_skips=9))
+    state = after(tx, *[PARAMS] * 30, *[1e6 * PARAMS] * 4)
+    with pytest.raises(
+        ols.LossScaleError, match="if max_consecutive_skips is at least"
+    ):
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
+    ols.raise_if_stuck(after(tx, *[PARAMS] * 30, *[1e6 * PARAMS] * 20), 9)

@@ -126,3 +126,34 @@ def test_other_trees_and_shapes_are_refused():
 def test_a_float_is_not_rounded_to_an_integer(new):
     with pytest.raises(TypeError, match="a float where old has an integer"):
         ols.where_applied(APPLIED, {"mean": new}, {"mean": 0})
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        (jnp.int32(300), jnp.int8(1)),
+        (jnp.int32(2), True),
+        (1 + 2j, 1.0),
+        (jnp.complex64(1), jnp.ones(())),
+    ],
+)
+def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
+    with pytest.raises(TypeError, match="which does not hold all of its numbers"):
+        ols.where_applied(APPLIED, {"n": new}, {"n": old})
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        (5, jnp.int8(1)),
+        (jnp.int8(5), 1),
+        (True, 1),
+        (jnp.int32(5), 1.0),
+        (5.0, jnp.complex64(1)),
+        (jnp.float32(5), jnp.bfloat16(1)),
+    ],
+)
+def test_a_number_that_the_dtype_holds_takes_it(new, old):
+    kept = ols.where_applied(APPLIED, new, old)
+    assert kept == new
+    assert kept.dtype == jnp.asarray(old).dtype
