@@ -7,13 +7,13 @@ loss function returns beside the loss, such as batch statistics.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
@@ -22,7 +22,13 @@ from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
-from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
+from optax_lossscale._programs.values import (
+    Array,
+    dtypes_in,
+    is_float,
+    is_narrow,
+    variables,
+)
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
@@ -32,6 +38,7 @@ class Gradient(NamedTuple):
     """The program of a loss and its gradient, with its arguments before the seed."""
 
     jaxpr: ClosedJaxpr
+    forward: Jaxpr  # its equations that do not depend on the seed
     arguments: list[Argument]
     # Those of 16 bits and fewer that results in the program have
     narrow_dtypes: tuple[np.dtype, ...]
@@ -57,10 +64,8 @@ def gradient_of(
 
     def gradient(arrays, seed):
         def loss_of_parameters(differentiated):
-            left = iter((dict(enumerate(arrays)) | differentiated).values())
-            params, args, kwargs = map_leaves(
-                lambda x: next(left) if is_array(x) else x, everything
-            )
+            given = dict(enumerate(arrays)) | differentiated
+            params, args, kwargs = _with_arrays(everything, given.values())
             loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
             return at_least_float32(loss), (loss, aux)
 
@@ -74,7 +79,25 @@ def gradient_of(
     arguments = [
         one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
     ]
-    return Gradient(jaxpr, arguments, _narrow_dtypes(jaxpr))
+    return Gradient(jaxpr, _forward(jaxpr.jaxpr), arguments, _narrow_dtypes(jaxpr))
+
+
+def _forward(jaxpr: Jaxpr) -> Jaxpr:
+    """The equations of a gradient that do not depend on its seed."""
+    of_backward: set[Var] = {jaxpr.invars[-1]}
+    forward = []
+    for eqn in jaxpr.eqns:
+        if of_backward.isdisjoint(variables(eqn.invars)):
+            forward.append(eqn)
+        else:
+            of_backward.update(eqn.outvars)
+    return jaxpr.replace(eqns=forward)
+
+
+def _with_arrays(everything: tuple, arrays: Iterable[Array]) -> tuple:
+    """Parameters, arguments and keywords with others in the places of their arrays."""
+    left = iter(arrays)
+    return map_leaves(lambda x: next(left) if is_array(x) else x, everything)
 
 
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Array]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
-from optax_lossscale._diagnosis.program import Step
+from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._programs.values import Array, is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
@@ -57,21 +57,23 @@ RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
 
 
-def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
+def scan(
+    instruction: Instruction, ins: Sequence[Value], run: RunsProgram, axis: int
+) -> list[Value]:
     """The results of a `scan`.
 
     Args:
-      step: the `scan`.
+      instruction: the `scan`.
       ins: its operands.
       run: runs its body.
       axis: the axis of arrays along which the rounds lie.
     """
-    (body,) = step.programs
-    carried = carried_by(step.eqn)
+    (body,) = instruction.programs
+    carried = carried_by(instruction.eqn)
     consts = ins[: carried.start]
     carry = ins[carried.start : carried.stop]
-    turns = range(step.eqn.params["length"])
-    order = -1 if step.eqn.params["reverse"] else 1
+    turns = range(instruction.eqn.params["length"])
+    order = -1 if instruction.eqn.params["reverse"] else 1
     columns = [_rows(stack, len(turns), axis) for stack in ins[carried.stop :]]
     results = []
     for n in turns[::order]:
@@ -82,11 +84,13 @@ def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[
     return [*carry, *(_stack(column, axis) for column in stacked)]
 
 
-def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def while_loop(
+    instruction: Instruction, ins: Sequence[Value], run: RunsProgram
+) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
-    condition, body = step.programs
-    (_, of_condition), (_, of_body) = arguments_of(step.eqn)
-    start = carried_by(step.eqn).start
+    condition, body = instruction.programs
+    (_, of_condition), (_, of_body) = arguments_of(instruction.eqn)
+    start = carried_by(instruction.eqn).start
     consts = ins[:start]
     carry = ins[start:]
     for n in itertools.count():
@@ -101,9 +105,11 @@ def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value
     return list(carry)
 
 
-def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def cond(
+    instruction: Instruction, ins: Sequence[Value], run: RunsProgram
+) -> list[Value]:
     """The results of a `cond`, in which several devices may take different branches."""
-    branches = step.programs
+    branches = instruction.programs
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(branches) - 1)
     results: list[Value] = []

@@ -6,7 +6,6 @@ and `scale` go back along. What is the same in all rounds is in its `Place`.
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -31,36 +30,32 @@ A_VALUE_INSIDE = "a value inside"
 FIFTH = 0.2
 """The share of an array's numbers that may be off or lost."""
 
-
-class Kind(enum.Enum):
-    """What values come from."""
-
-    EQUATION = enum.auto()
-    ARGUMENT = enum.auto()
-    MOVED = enum.auto()  # a loop, which took or joined what an equation had computed
+SUMS = Is.ADDS_TWO | Is.ADDS_MANY
+"""The traits of an operation that adds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where values come from: an equation of the program, or one of its arguments."""
+    """Where values come from: an argument of the program, an equation, or a loop.
 
-    kind: Kind = Kind.EQUATION
-    primitive: str = ""  # the name of the operation that computed them, if one did
+    A loop takes apart or joins what an equation has computed; its place is that of the
+    equation without the `primitive`.
+    """
+
+    name: str = ""  # the path of an argument
+    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
+    primitive: str = ""  # the name of the operation that computes them
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
-    name: str = ""  # the path of an argument
-    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
     # Whether it is in a backward pass, that of the loss function or one inside of it
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum has
 
     @property
     def moved(self) -> "Place":
-        """The place of what a loop moved from here; an argument stays one."""
-        if self.kind is Kind.ARGUMENT:
-            return self
-        return dataclasses.replace(self, kind=Kind.MOVED, primitive="")
+        """The place of what a loop takes apart or joins; an argument stays one."""
+        return dataclasses.replace(self, primitive="")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,12 +88,12 @@ class Note(Figures):
     @property
     def is_computed(self) -> bool:
         """Whether it is the result of an equation, neither an argument nor moved."""
-        return self.place.kind is Kind.EQUATION
+        return self.place.primitive != ""
 
     @property
     def is_argument(self) -> bool:
         """Whether it is of an argument of the program, moved or not."""
-        return self.place.kind is Kind.ARGUMENT
+        return self.place.name != ""
 
     @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:

@@ -1,27 +1,56 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills a `Diagnosis` from the runs, and `advice` adds the verdict and what to
-do. Printed, it is the page: sentences about dtypes, the verdict and the loss scale,
-tables of what is wrong and what underflows, and the advice.
+`diagnose` fills `Findings` from the runs. A `Diagnosis` has these, and the verdict and
+what to do, which `advice` finds from them. Printed, it is the page: sentences about
+dtypes, the verdict and the loss scale, tables of what is wrong and what underflows, and
+the advice.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
-from optax_lossscale._diagnosis.cause import Wrong
 from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
+from optax_lossscale._diagnosis.wrong import Wrong
 
 _SHOWN = 8  # the rows and lines of a kind
 
 
-class Diagnosis(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the runs show: the fields of a `Diagnosis` from which its words follow."""
+
+    is_autocast: bool
+    dtypes: DtypeReport
+    computes_in: tuple[np.dtype, ...]
+    loss: float
+    loss_in_float32: float
+    loss_dtype: np.dtype
+    scale: float
+    loss_scale: float | None
+    wrong: tuple[Wrong, ...]
+    off: dict[str, float]
+    off_by_choices: dict[str, float]
+    choices: tuple[Note, ...]
+    initial_scale: InitialScale | None
+    overflow: Note | None
+    has_gradients: bool
+    is_finite_without: bool
+    off_without: dict[str, float]
+    underflow: dict[str, Underflow]
+    not_compared: tuple[tuple[str, str], ...]
+    table: Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis(Findings):
     """The result of `diagnose`; print it for the page.
 
     Attributes:
@@ -64,26 +93,6 @@ class Diagnosis(NamedTuple):
 
     verdict: str
     advice: list[str]
-    is_autocast: bool
-    dtypes: DtypeReport
-    computes_in: tuple[np.dtype, ...]
-    loss: float
-    loss_in_float32: float
-    loss_dtype: np.dtype
-    scale: float
-    loss_scale: float | None
-    wrong: tuple[Wrong, ...]
-    off: dict[str, float]
-    off_by_choices: dict[str, float]
-    choices: tuple[Note, ...]
-    initial_scale: InitialScale | None
-    overflow: Note | None
-    has_gradients: bool
-    is_finite_without: bool
-    off_without: dict[str, float]
-    underflow: dict[str, Underflow]
-    not_compared: tuple[tuple[str, str], ...]
-    table: Table
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the magnitudes along the program, with float16's range shaded.
@@ -177,15 +186,15 @@ class Diagnosis(NamedTuple):
         return _section(title, rows)
 
 
-def scale_that_fits(page: Diagnosis) -> InitialScale | None:
+def scale_that_fits(found: Findings) -> InitialScale | None:
     """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in page.computes_in and page.has_gradients
-    return page.initial_scale if is_scaled else None
+    is_scaled = np.float16 in found.computes_in and found.has_gradients
+    return found.initial_scale if is_scaled else None
 
 
-def has_wrong_result(page: Diagnosis) -> bool:
+def has_wrong_result(found: Findings) -> bool:
     """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(one.name != A_VALUE_INSIDE for one in page.wrong)
+    return any(one.name != A_VALUE_INSIDE for one in found.wrong)
 
 
 def _cells(one: Wrong) -> tuple[str, str, str]:

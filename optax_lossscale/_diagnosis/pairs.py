@@ -2,7 +2,7 @@
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of these. `compute` does so for the steps of a piece, inside `jit`.
+of these. `compute` does so for the instructions of a piece, inside `jit`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
-from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
+from optax_lossscale._diagnosis.wide import in_wide, stays_narrow, wide_dtype, widened
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, FLOAT64, Array, dtype_in, is_float
 
@@ -103,35 +103,39 @@ def compute(
     """What a piece leaves to others, and each result that is noted, to be compared."""
     env = dict(zip(piece.reads, ins, strict=True))
     noted = []
-    for step in piece.steps:
+    for instruction in piece.instructions:
         operands = [
             exact(np.asarray(v.val, dtype_in(v)), widths)
             if isinstance(v, Literal)
             else env[v]
-            for v in step.eqn.invars
+            for v in instruction.eqn.invars
         ]
-        pairs, is_passed = _of_one(step.eqn, operands, widths)
-        results = dict(zip(step.eqn.outvars, pairs, strict=True))
-        noted += [results[v].compared(is_passed) for v in step.noted.values()]
+        pairs = _of_one(instruction.eqn, operands, widths)
+        is_passed = _is_passed(instruction.eqn, widths)
+        results = dict(zip(instruction.eqn.outvars, pairs, strict=True))
+        noted += [results[v].compared(is_passed) for v in instruction.noted.values()]
         for v, pair in results.items():
             env[v] = pair if is_float(pair.low) else Pair(pair.low)
     return [env[v] for v in piece.leaves], noted
 
 
-def _of_one(
-    eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths
-) -> tuple[list[Pair], bool]:
-    """The results of an equation, and whether `true` was computed in its own dtypes."""
-    lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
+def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
+    """The results of an equation."""
+    lows = in_wide(eqn, [x.low for x in ins], widths.low)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, lows)), False
+        return list(map(Pair, lows))
     if Is.ONCE in traits(eqn):
-        return [Pair(x, widened(x, widths.true)) for x in lows], True
-    trues, is_passed = in_wide(eqn, [x.followed for x in ins], widths.true)
+        return [Pair(x, widened(x, widths.true)) for x in lows]
+    trues = in_wide(eqn, [x.followed for x in ins], widths.true)
     pairs = list(map(Pair, lows, trues))
-    if Is.CHOOSES not in traits(eqn):  # what is sorted is right in any order
-        pairs = _by_its_choices(pairs)
-    return pairs, is_passed
+    if Is.CHOOSES in traits(eqn):  # what is sorted is right in any order
+        return pairs
+    return _by_its_choices(pairs)
+
+
+def _is_passed(eqn: JaxprEqn, widths: Widths) -> bool:
+    """Whether `true` is computed in the equation's own dtypes, and then widened."""
+    return Is.ONCE in traits(eqn) or stays_narrow(eqn, widths.true)
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
