@@ -8,13 +8,14 @@ is one of shape (4, 3), whose first axis is divided among the devices. Inside a 
 form, and `over` runs a piece.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.versions import mapped_axes
 
 
@@ -64,18 +65,30 @@ class Devices(NamedTuple):
 
     def entered(self, value: Value, spec: jax.P) -> Value:
         """An operand of the innermost `shard_map`: stacks the parts of its devices."""
-        *around, inner = self.maps
-        stack = inner.apply(lambda x: x[None], spec, jax.P(inner.axes))
-        return value.each(Devices(tuple(around)).over(stack))
+        return value.each(_stacking(self, spec))
 
     def left(self, value: Value, spec: jax.P) -> Value:
         """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
-        *around, inner = self.maps
-        unstack = inner.apply(lambda x: x[0], jax.P(inner.axes), spec)
-        return value.each(Devices(tuple(around)).over(unstack))
+        return value.each(_unstacking(self, spec))
 
     def everywhere(self, value: Value) -> Value:
         """A value that is the same on each device, in the form of the stacked arrays."""
         for n, _ in enumerate(self.maps, 1):
             value = Devices(self.maps[:n]).entered(value, jax.P())
         return value
+
+
+@functools.cache
+def _stacking(devices: Devices, spec: jax.P) -> Callable:
+    """Stacks the parts that the devices of the innermost `shard_map` have."""
+    *around, inner = devices.maps
+    stack = inner.apply(lambda x: x[None], spec, jax.P(inner.axes))
+    return jax.jit(Devices(tuple(around)).over(stack))
+
+
+@functools.cache
+def _unstacking(devices: Devices, spec: jax.P) -> Callable:
+    """Undoes `_stacking`."""
+    *around, inner = devices.maps
+    unstack = inner.apply(lambda x: x[0], jax.P(inner.axes), spec)
+    return jax.jit(Devices(tuple(around)).over(unstack))

@@ -14,7 +14,6 @@ import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value, notes_of
 from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
 from optax_lossscale._diagnosis.program import program_of
@@ -25,6 +24,7 @@ from optax_lossscale._diagnosis.scale import (
     first_overflow,
 )
 from optax_lossscale._diagnosis.shadow import Argument, Shadow
+from optax_lossscale._diagnosis.value import Value, notes_of
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
 

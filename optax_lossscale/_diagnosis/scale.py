@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import ALL, Note, limits
+from optax_lossscale._diagnosis.value import Value
 
 HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow

@@ -19,10 +19,10 @@ from jax.extend.core import Literal, Var
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
-from optax_lossscale._diagnosis.loops import Value, noted_alone
 from optax_lossscale._diagnosis.notes import Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
+from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import Array, Atom, dtype_in, variables
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.loops import notes_of
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     FIFTH,
@@ -23,6 +22,7 @@ from optax_lossscale._diagnosis.notes import (
     limits,
 )
 from optax_lossscale._diagnosis.run import Run, Runs
+from optax_lossscale._diagnosis.value import notes_of
 
 # The least size to compare: smaller numbers may lack digits in float32.
 _COMPARABLE = 2.0**-100
