@@ -13,10 +13,11 @@ Read the files in this order, which is from the parts to the whole:
 
 - `text`, `figures`, `notes`: what is known of a result, and of what it is made.
 - `equations`, `dtypes`: all equations of a program, and `dtype_report`, which runs none.
-- `program`, `wide`, `pairs`: a program in pieces, and a piece computed in pairs.
-- `loops`, `devices`, `shadow`: a program run in pairs, and noted.
+- `wide`, `program`, `pairs`: a program in pieces, and a piece computed in pairs.
+- `value`, `loops`, `devices`, `shadow`: a program run in pairs, and noted.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
-- `cause`, `table`: why a result is off, and a row for each equation.
+- `fault`, `cause`, `wrong`: which results are wrong, in which equation, and why.
+- `table`, `choices`: a row for each equation, and what float32 decides otherwise.
 - `page`, `advice`, `picture`, `diagnose`: what is found, said and drawn.
 
 The words that these files share:

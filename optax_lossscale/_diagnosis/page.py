@@ -106,13 +106,21 @@ class Diagnosis(Findings):
         return magnitudes(self.table, axes)
 
     def __str__(self) -> str:
-        sentences = [self._computes(), self.verdict, *self._compared(), *self._scales()]
+        sentences = [
+            self._computes(),
+            self.verdict,
+            *self._off(),
+            *self._chosen(),
+            *self._not_compared(),
+            *self._scales(),
+        ]
+        remedies = [f"- {remedy}" for remedy in self.advice]
         lines = [
             *map(wrapped, sentences),
             *_section(("Wrong:", "off by", "because"), [*map(_cells, self.wrong)]),
             *self._underflow(),
             "What to do:",
-            *(wrapped(f"- {what}") for what in self.advice),
+            *map(wrapped, remedies),
         ]
         return "\n".join(lines)
 
@@ -128,17 +136,20 @@ class Diagnosis(Findings):
         dtypes = " and ".join(products or map(str, self.computes_in)) or "float32"
         return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
-    def _compared(self) -> Iterator[str]:
-        """Sentences about how far the results are from float32's."""
-        if self.computes_in and not self.wrong and THE_LOSS in self.off:
-            grads = [off for name, off in self.off.items() if name != THE_LOSS]
+    def _off(self) -> Iterator[str]:
+        """A sentence about how far the results are from float32's."""
+        if not self.computes_in or self.wrong or THE_LOSS not in self.off:
+            return
+        grads = [off for name, off in self.off.items() if name != THE_LOSS]
+        if grads:
+            most = f"by at most {max(grads):.1%}"
+        else:
             most = "nothing but rounding" if self.has_gradients else "are 0"
-            if grads:
-                most = f"by at most {max(grads):.1%}"
-            yield (
-                f"Off from float32: the loss by {self.off[THE_LOSS]:.1%}, gradients "
-                f"{most}."
-            )
+        loss = self.off[THE_LOSS]
+        yield f"Off from float32: the loss by {loss:.1%}, gradients {most}."
+
+    def _chosen(self) -> Iterator[str]:
+        """Sentences about choices that float32 would have made otherwise."""
         by_line: dict[str, Note] = {}
         for one in self.choices:
             by_line.setdefault(str(one), one)
@@ -149,10 +160,14 @@ class Diagnosis(Findings):
             )
         if self.off_by_choices and not has_wrong_result(self):
             names = some(list(self.off_by_choices))
+            most = percent(max(self.off_by_choices.values()))
             yield (
                 f"Off from float32 with its own choices, such as masks: {names}, at most "
-                f"by {percent(max(self.off_by_choices.values()))}."
+                f"by {most}."
             )
+
+    def _not_compared(self) -> Iterator[str]:
+        """Sentences about what computes in 16 bits also where float32 is computed."""
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
 
@@ -173,12 +188,8 @@ class Diagnosis(Findings):
 
     def _underflow(self) -> list[str]:
         """The table of the shares of gradients that groups of parameters lose."""
-        title = (
-            "Underflow:",
-            "lost at 1",
-            f"at {scale_name(self.scale)}",
-            "bits needed",
-        )
+        scale = scale_name(self.scale)
+        title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
         rows = [
             (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
             for name, group in self.underflow.items()
@@ -198,6 +209,7 @@ def has_wrong_result(found: Findings) -> bool:
 
 
 def _cells(one: Wrong) -> tuple[str, str, str]:
+    """The row of a result that is wrong."""
     return f"  {one.name}", percent(one.off), one.because
 
 

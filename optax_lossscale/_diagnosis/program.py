@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
-from optax_lossscale._diagnosis.wide import runs_no_rounds
+from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.lines import line_of
@@ -46,11 +46,12 @@ class Instruction(NamedTuple):
 
     eqn: JaxprEqn
     place: Place
-    programs: Sequence["Program"]  # those of a loop, to be run round by round
+    programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
     # Its results that have notes, by their positions: floats, and choices that depend on
     # floats. Others have the note of the first operand, as they have all of its numbers,
     # or are integers.
     noted: Mapping[int, Var]
+    is_passed: bool  # whether it computes in 16 bits also where float32 is computed
 
 
 class Piece(NamedTuple):
@@ -89,10 +90,11 @@ def program_of(program: ClosedJaxpr | Jaxpr, around: Place, limit: int = 0) -> P
 
 
 def _instruction(eqn: JaxprEqn, around: Place) -> Instruction:
-    """An equation in its place, with the programs of a loop in pieces."""
+    """An equation in its place, with the programs of a loop or branch in pieces."""
     place = _place_of(eqn, around)
     held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    return Instruction(eqn, place, held, _noted(eqn))
+    is_passed = Is.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
+    return Instruction(eqn, place, held, _noted(eqn), is_passed)
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:

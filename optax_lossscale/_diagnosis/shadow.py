@@ -24,7 +24,7 @@ from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import Array, Atom, dtype_in, variables
+from optax_lossscale._programs.values import Array, Atom, dtype_in, is_float, variables
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -176,10 +176,8 @@ class Shadow:
         results, noted = self._compiled_for(piece, around.devices)(operands)
         notes = self._noted(piece, noted, env, around)
         self._say_at(piece)
-        values = [
-            Value(pair, notes[v]) for v, pair in zip(piece.leaves, results, strict=True)
-        ]
-        return dict(zip(piece.leaves, values, strict=True))
+        left = zip(piece.leaves, results, strict=True)
+        return {v: Value(pair, notes[v]) for v, pair in left}
 
     def _compiled_for(self, piece: Piece, devices: Devices) -> Callable:
         """The compiled code of a piece, which pieces that compute the same share."""
@@ -206,24 +204,23 @@ class Shadow:
             reads = [note for note in known if note is not None]
             notes.update(dict.fromkeys(eqn.outvars, reads[0] if reads else None))
             for position, v in instruction.noted.items():
-                compared = next(left)
-                notes[v] = note_of(
-                    compared.figures,
+                note = note_of(
+                    next(left).figures,
                     instruction.place,
                     dtype_in(v),
                     reads,
                     around.rounds,
                     position,
-                    compared.is_passed,
+                    is_passed=instruction.is_passed and is_float(v),
                 )
-                self._notes.append(notes[v])
+                notes[v] = note
+                self._notes.append(note)
         return notes
 
     def _say_at(self, piece: Piece) -> None:
         """Prints a line of progress, if none has been printed for a while."""
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
-            line = (
-                f"{len(self._notes)} results, at {piece.instructions[-1].place.source}"
-            )
-            print(f"diagnose: {line}", file=sys.stderr, flush=True)
+            line = piece.instructions[-1].place.source
+            progress = f"diagnose: {len(self._notes)} results, at {line}"
+            print(progress, file=sys.stderr, flush=True)

@@ -64,15 +64,15 @@ def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[
     return _rewritten(eqn, ins, wide)
 
 
-def stays_narrow(eqn: JaxprEqn, wide: np.dtype) -> bool:
-    """Whether an equation computes in floats narrower than `wide`, given wide ones.
+def stays_narrow(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes in 16 bits or fewer, although it is given wide floats.
 
     One that reads or makes the bits of a number does so by intention, as the bits of a
     random number differ in another dtype. It does not count.
     """
     if not _is_fixed(eqn) or runs_no_rounds(eqn):
         return False
-    return any(wide_dtype(dtype, wide) != dtype for dtype in dtypes_of(eqn))
+    return any(map(is_narrow, dtypes_of(eqn)))
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
@@ -93,6 +93,7 @@ def runs_no_rounds(eqn: JaxprEqn) -> bool:
 
 
 def _is_scatter(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds the program by which it joins numbers, as scatters do."""
     return "update_jaxpr" in eqn.params
 
 
