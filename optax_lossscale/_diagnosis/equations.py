@@ -67,8 +67,7 @@ def equations(
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if keeps_numbers(eqn):
-            (result,) = eqn.outvars
-            unwidened[id(result)] = operands[0]
+            unwidened.update((id(v), operands[0]) for v in eqn.outvars)
         own = Equation(eqn, line_of(eqn, line), operands)
         found += [own, *_inside(own)]
     return _counted(found)

@@ -59,13 +59,12 @@ class Shadow:
         self._compiled: dict[Hashable, Callable] = {}
         self._notes: list[Note] = []  # of the run, so far
         self._said = time.monotonic()
-        *takes, self._seed = program.takes
+        *_, self._seed = program.takes
         reads_seed = [self._seed in piece.reads for piece in program.pieces]
         first = [*reads_seed, True].index(True)
         self._pieces_from_seed = program.pieces[first:]
         self._gives = program.gives
-        values = map(self._argument, arguments)
-        env = self._constants(program, Around()) | dict(zip(takes, values, strict=True))
+        env = self._given(program, map(self._argument, arguments), Around())
         self._env_before_seed = self._after(program.pieces[:first], env, Around())
         self._notes_before_seed = tuple(self._notes)
 
@@ -101,10 +100,10 @@ class Shadow:
         """A constant of a program as a value, which is the same on each device."""
         return around.devices.everywhere(Value(exact(x, self._widths)))
 
-    def _constants(self, program: Program, around: Around) -> dict[Var, Value]:
-        """The constants of a program, by their variables."""
-        constants = program.constants.items()
-        return {v: self._constant(x, around) for v, x in constants}
+    def _given(self, program: Program, values: Iterable[Value], around: Around) -> Env:
+        """What a program has before it runs: its constants and arguments."""
+        constants = {v: self._constant(x, around) for v, x in program.constants.items()}
+        return {**constants, **dict(zip(program.takes, values, strict=False))}
 
     def _read(self, atoms: Iterable[Atom], env: Env, around: Around) -> list[Value]:
         """The values of variables and literals."""
@@ -123,8 +122,7 @@ class Shadow:
         self, program: Program, values: Sequence[Value], around: Around
     ) -> list[Value]:
         """The results of a program."""
-        arguments = dict(zip(program.takes, values, strict=True))
-        env = self._constants(program, around) | arguments
+        env = self._given(program, values, around)
         env = self._after(program.pieces, env, around)
         return self._read(program.gives, env, around)
 
