@@ -53,7 +53,7 @@ class Devices(NamedTuple):
     maps: tuple[_Map, ...] = ()  # the outermost first
 
     def inside(self, eqn: JaxprEqn) -> "Devices":
-        """Those of the program in a `shard_map` that runs on these."""
+        """The devices of the program in a `shard_map` that runs on these devices."""
         inner = _Map(eqn.params["mesh"], tuple(mapped_axes(eqn)))
         return Devices((*self.maps, inner))
 

@@ -40,22 +40,25 @@ def diagnose(
 
     Runs the gradient of the loss function with every value beside what float32 gives
     for it, at a loss scale of 1 and at the one that fits. It reports whether the loss,
-    the gradients and the values inside are right; if not, in which line and layer they
-    go wrong, and what to do; which loss scale fits, and how many gradients are lost to
-    underflow. Float32 makes the same choices as the program, such as indices and
-    branches; if it would make others, it is run with its own choices as well. Constants
-    are as they were rounded when the program was traced: 0.999 is 1 in bfloat16. A loss
-    function that computes in float32 is diagnosed as `autocast` runs it. Call
-    `diagnose` on the host, with a loss function that names no axis of `pmap` or
+    the gradients and the values inside are right. Where they are wrong, it names the
+    line and the layer, and says what to do. It finds the loss scale that fits, and how
+    many gradients are lost to underflow. A loss function that computes in float32 is
+    diagnosed as `autocast` runs it.
+
+    Float32 makes the same choices as the program, such as indices and branches. If it
+    would make others, it is run with its own choices as well. Constants are as they
+    were rounded when the program was traced: 0.999 is 1 in bfloat16.
+
+    Call `diagnose` on the host, with a loss function that names no axis of `pmap` or
     `shard_map` around it. A skipped step has left everything as it was, so that it can
     be diagnosed afterwards. Other parameters and batches may behave differently.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`; returns the loss, which
+      loss_fn: a function of `(params, *args, **kwargs)` that returns the loss, which
         need not be scaled. A scale from `scale_gradient` is left out.
       params: the parameters: a tree of arrays, a module of NNX or Equinox.
-      *args: a batch; what is not an array is passed on as it is.
-      has_aux: whether `loss_fn` returns `(loss, aux)`; the floats in `aux` are compared
+      *args: a batch. What is not an array is passed on as it is.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. The floats in `aux` are compared
         as values inside.
       opt_state: the optimizer's state, whose loss scale is compared with the one that
         fits.

@@ -58,8 +58,7 @@ def equations(
     Args:
       jaxpr: the program.
       line: the user's line that runs it; "" for the whole program.
-      before: the dtypes of its arguments before they were widened, if a call gives it
-        these.
+      before: the dtypes of its arguments before they were widened, if a call tells.
     """
     # By the `id` of a variable
     unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))

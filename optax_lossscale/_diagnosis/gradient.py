@@ -75,11 +75,15 @@ def gradient_of(
         loss, aux = others
         return loss, pull(seed.astype(wide.dtype)), aux
 
-    jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
-    arguments = [
-        one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
-    ]
-    return Gradient(jaxpr, _forward(jaxpr.jaxpr), arguments, _narrow_dtypes(jaxpr))
+    closed = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
+    _refuse_refs(closed.jaxpr)
+    on_host = [jax.device_get(jnp.asarray(x)) for x in arrays]
+    return Gradient(
+        closed,
+        _forward(closed.jaxpr),
+        [one._replace(array=x) for one, x in zip(arguments, on_host, strict=True)],
+        _narrow_dtypes(closed.jaxpr),
+    )
 
 
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
@@ -116,39 +120,46 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
 def _arguments(everything: tuple) -> list[Argument]:
     """The arrays in parameters, arguments and keywords.
 
-    A variable of Flax NNX that is in two places counts once. Equal names, as those in
-    `{"a/b": x, "a": {"b": y}}`, are told apart by numbers.
+    A variable of Flax NNX that is in two places counts once.
     """
     prefixes = ("", "args/", "kwargs/")
     found = []
     seen: set[int] = set()
-    for (first, *path), leaf in jax.tree.leaves_with_path(
-        everything, is_leaf=is_variable
-    ):
+    leaves = jax.tree.leaves_with_path(everything, is_leaf=is_variable)
+    for (first, *path), leaf in leaves:
         if is_variable(leaf) and id(leaf) in seen:
             continue
         seen.add(id(leaf))
         name = prefixes[first.idx] + path_name(path)
         for x in filter(is_array, jax.tree.leaves(leaf)):
-            found.append(Argument(name, x, first.idx == 0 and is_float(x)))
-    counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *(one.name for one in found)])
-    for n, one in enumerate(found):
-        if counts[one.name] > 1:
-            found[n] = one._replace(name=f"{one.name} (argument {n})")
-    return found
+            is_parameter = first.idx == 0 and is_float(x)
+            found.append(Argument(name, x, is_parameter))
+    return _told_apart(found)
 
 
-def _narrow_dtypes(jaxpr: ClosedJaxpr) -> tuple[np.dtype, ...]:
-    """The dtypes of 16 bits and fewer that results in a program have.
+def _told_apart(arguments: list[Argument]) -> list[Argument]:
+    """Arguments with numbers in equal names, as those in `{"a/b": x, "a": {"b": y}}`."""
+    names = [one.name for one in arguments]
+    counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
+    return [
+        one._replace(name=f"{one.name} (argument {n})") if counts[one.name] > 1 else one
+        for n, one in enumerate(arguments)
+    ]
 
-    Raises if one of them is a `jax.Ref`, an array to be changed in place.
-    """
-    dtypes: dict[Any, None] = {}
-    for at in equations(jaxpr.jaxpr):
+
+def _refuse_refs(jaxpr: Jaxpr) -> None:
+    """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
+    for at in equations(jaxpr):
         if any(map(is_ref, at.eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
                 f"at {at.source}: give it a loss function that passes values on"
             )
-        dtypes.update(dict.fromkeys(filter(is_narrow, dtypes_in(at.eqn.outvars))))
-    return tuple(dtypes)
+
+
+def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
+    """The dtypes of 16 bits and fewer that results in a program have."""
+    dtypes: dict[np.dtype, None] = {}
+    for at in equations(jaxpr):
+        dtypes.update(dict.fromkeys(dtypes_in(at.eqn.outvars)))
+    return tuple(filter(is_narrow, dtypes))

@@ -19,10 +19,10 @@ from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Is, traits_of
 
 THE_LOSS = "the loss"
-"""What reports call the loss. No parameter has this name or one of the next two."""
+"""What reports call the loss. No parameter has this name or one of the two below."""
 
 ALL = "all"
-"""What they call all parameters, among groups of these."""
+"""What they call the group of all parameters."""
 
 A_VALUE_INSIDE = "a value inside"
 """What they call a value that is neither the loss nor a gradient."""
@@ -48,7 +48,7 @@ class Place:
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
-    # Whether it is in a backward pass, that of the loss function or one inside of it
+    # Whether it is in a backward pass: that of the loss function, or one inside of it
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum has
 
@@ -70,7 +70,7 @@ class Note(Figures):
       is_backward: whether it is of the backward pass, and so in proportion to the loss
         scale.
       is_passed: whether float32's was computed in 16 bits as well.
-      reads: the notes of its operands; left out in a report.
+      reads: the notes of its operands, which are left out in a report.
       before: how far the worst of its operands is from float32's, as `error` is.
       nearest: the parameters that are the fewest equations before it, in a report.
     """
@@ -175,7 +175,12 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
 def all_before(
     notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
-    """Some notes, what they read, and so on, each once; `reads` says what that is."""
+    """Notes, what they read, and so on, each once.
+
+    Args:
+      notes: where to begin.
+      reads: gives what a note reads, by default all of its operands.
+    """
     left = list(notes)
     seen: set[Note] = set()
     while left:

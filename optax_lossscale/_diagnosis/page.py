@@ -1,7 +1,7 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills `Findings` from the runs. A `Diagnosis` has these, and the verdict and
-what to do, which `advice` finds from them. Printed, it is the page: sentences about
+`diagnose` fills `Findings` from the runs. A `Diagnosis` has these fields, and further
+the verdict and what to do, which `advice` words. Printed, it is the page: sentences about
 dtypes, the verdict and the loss scale, tables of what is wrong and what underflows, and
 the advice.
 """
@@ -64,28 +64,29 @@ class Diagnosis(Findings):
       loss_in_float32: the loss in float32.
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
-      loss_scale: the one in the optimizer's state, if that was given; else None.
-      wrong: the loss and gradients that are off by more than 5%, the loss first and
-        then the worst gradient, and why; if there are none, the first value inside of
-        which a fifth is.
-      off: how far the loss and each gradient are from float32's, relative to it;
-        without those that float32 does not determine either, by float64, such as that
-        of a bias before a normalization.
+      loss_scale: the one in the optimizer's state. It is None if no state was given, or
+        one without a loss scale.
+      wrong: the loss and gradients that are off by more than 5%, and why, the loss first
+        and then the worst gradient. If there are none, the first value inside of which
+        a fifth is.
+      off: how far the loss and each gradient are from float32's, relative to it. Those
+        are left out that float32 does not determine, as float64 shows, such as the
+        gradient of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. In
         all other fields, float32 makes the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or
         numbers of rounds.
-      initial_scale: the scale that fits; None if gradients are finite at none, or the
-        loss or float32's results are not finite.
+      initial_scale: the scale that fits. It is None if gradients are finite at none, or
+        if the loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale, where by more than 5%,
         of those that are right at `scale`.
       underflow: how many gradients underflow, by the path of parameters without its
-        numbers; all of them first, then the worst, and without those that lose next to
-        nothing.
+        numbers. All of them come first, then the worst. Those that lose next to nothing
+        are left out.
       not_compared: operations that could not be run with operands in float32, such as
         kernels, each with its line.
       table: a row for each result that is computed.
@@ -214,7 +215,7 @@ def _cells(one: Wrong) -> tuple[str, str, str]:
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first rows of a table, under its title; nothing if it is empty."""
+    """The first rows of a table, under its title. An empty table has no title either."""
     if not rows:
         return []
     lines = aligned([title, *rows[:_SHOWN]])

@@ -74,12 +74,12 @@ class Runs(NamedTuple):
     at_1: Run  # at a loss scale of 1
     fit: Fit
     # The program in float32, with its own choices, beside float64, at the same scale as
-    # the run of `fit`; None if there was no need for it
+    # the run of `fit`. It is None if nothing was in doubt.
     in_float32: Run | None
 
     @property
     def fitting(self) -> Run:
-        """The run at the scale that fits; the run at 1, if none does."""
+        """The run at the scale that fits, or at 1 if none does."""
         return self.fit.run
 
     @property

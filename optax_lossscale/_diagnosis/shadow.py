@@ -1,8 +1,8 @@
 """Run a program with every value in a pair, and make a note of each result.
 
 `Shadow(program, arguments, widths)(seed)` returns the results as pairs with notes, and
-all notes of the run. Pieces without loops are compiled; the figures of their results
-are computed on the host. Python runs loops and branches around such pieces, and so
+all notes of the run. Pieces without loops are compiled, and the figures of their
+results are computed on the host. Python runs loops and branches around such pieces, and so
 knows the round in which it is.
 """
 
@@ -190,7 +190,7 @@ class Shadow:
     def _noted(
         self, piece: Piece, noted: Sequence[Compared], env: Env, around: Around
     ) -> dict[Var, Note | None]:
-        """The notes of all values of a piece; makes those of its results.
+        """The notes of all values of a piece, of which those of its results are new.
 
         A result without a note of its own has that of the first operand.
         """

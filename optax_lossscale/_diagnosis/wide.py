@@ -36,9 +36,9 @@ _ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 @functools.cache
 def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
-    """`wide` for narrower floats; complex64 becomes complex128 beside float64.
+    """`wide` for narrower floats, and complex128 for complex64 beside float64.
 
-    All other dtypes stay as they are; and every one does if `wide` is None.
+    All other dtypes stay as they are, and every one does if `wide` is None.
     """
     if wide is None or not is_inexact(dtype):
         return dtype

@@ -37,9 +37,10 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it; 1 if float32's is 0, and infinite
-        if either is not finite. For a value inside, the share of its numbers that are
-        off by more than 5%.
+      off: how far it is from float32's, relative to it. It is 1 if only float32's is 0,
+        and infinite if either is not finite. Of a value inside, it is the share of its
+        numbers that are off by more than 5%. If `how` is "is not linear", it is how far
+        the loss scale changes the result.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -70,7 +71,7 @@ class Wrong(NamedTuple):
 
 
 def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
-    """How far the loss and gradients are off, by name; and which of them are wrong.
+    """How far the loss and gradients are off, by name, and which of them are wrong.
 
     A result that float32 does not determine is in neither. Of those that are wrong, the
     loss comes first, and then the gradient that is off the most.
@@ -86,7 +87,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
         elif not note.is_finite:
             cause = _cause_of_infinity(runs, name, note)
             wrong.append(_wrong(name, math.inf, cause, run))
-        elif _is_determined(runs, name, note):
+        elif _can_be_judged(runs, name, note):
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
@@ -165,8 +166,8 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     return cause_in_float32(note)
 
 
-def _is_determined(runs: Runs, name: str, note: Note) -> bool:
-    """Whether float32 determines the loss or a gradient; one that is bad counts so."""
+def _can_be_judged(runs: Runs, name: str, note: Note) -> bool:
+    """Whether the loss or a gradient is bad, or float32 determines it."""
     if note.bad or not runs.in_float32:
         return True
     return _determines(runs.in_float32.results[name].note, note)
@@ -187,7 +188,7 @@ def _determines(in_float32: Note | None, note: Note) -> bool:
 
 
 def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
-    """How far the loss or a gradient is off, and why; without a cause, it is right."""
+    """How far the loss or a gradient is off, and why; None for one that is right."""
     if note.error > TOLERANCE:
         return note.error, cause_of(note)
     run = runs.fitting
@@ -230,5 +231,5 @@ def _spread(runs: Runs) -> list[Note]:
 
 
 def _if_moved(note: Note) -> Sequence[Note]:
-    """What a note is of, if a loop only moved that; nothing for the note of an equation."""
+    """What a loop moved, if a note is about that. The note of an equation has nothing."""
     return () if note.is_computed else note.reads
