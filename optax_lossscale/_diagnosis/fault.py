@@ -7,6 +7,7 @@ rounded to float16 and nearly equal, the path is the logarithm and the differenc
 error jumps in the difference, so that is at fault.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ def at_fault(note: Note) -> Note | None:
 
 
 def worst_read(note: Note) -> Note | None:
-    """The operand that is off the most: for a sum, by its absolute distance."""
+    """The operand that is off the most: by its distance, if it is added or chosen."""
     if not note.bad and note.is_any(Is.ADDS_TWO | Is.CHOOSES):
         return max(note.reads, key=lambda read: read.distance, default=None)
     return max(note.reads, key=lambda read: (read.error, read.nan), default=None)
@@ -74,10 +75,8 @@ def _jump(path: Sequence[Note]) -> Note | None:
     rounding = _rounding(path)
     # An error above 100% counts as 100%: 1/256 in the place of 1/5000 is off by 1800%.
     errors = [min(note.error, 1.0) for note in path]
-    before = [max(error, rounding) for error in errors[1:]]
-    growth = [
-        error / least for error, least in zip(errors, [*before, rounding], strict=True)
-    ]
+    made_of = [max(error, rounding) for error in [*errors[1:], rounding]]
+    growth = list(map(operator.truediv, errors, made_of))
     most = max(growth)
     return path[growth.index(most)] if most >= _JUMP else None
 
