@@ -159,6 +159,7 @@ def compiler_options() -> dict[str, bool | int]:
     if jax.default_backend() != "cpu":
         return options
     quickly = options | _QUICKLY
+    # XLA does not say which options it has: a release may drop one of them.
     try:
         jax.jit(lambda: 0.0, compiler_options=quickly).lower().compile()
     except jax.errors.JaxRuntimeError:
