@@ -2,9 +2,9 @@
 
 `diagnose` traces the loss and its gradient as one program, and runs this program with
 every value in a *pair*: as the program computes it, and as it is in float32. For each
-result it makes a *note*, unless the numbers were only moved; it says how far the two
-are apart, how large they are, and which notes the equation read. What a loop moves has
-a note as well, which is in no table. From the notes follow the loss scale that fits,
+result it makes a *note*, unless the numbers were only moved. The note says how far the
+two are apart, how large they are, and which notes the equation read. What a loop moves
+has a note as well, which is in no table. From the notes follow the loss scale that fits,
 and, for a result that is off, the equation that is at fault. Where something is off,
 the program also runs in float32 beside float64, which tells what float32 determines,
 and how it decides by itself.
@@ -13,17 +13,18 @@ Read the files in this order, which is from the parts to the whole:
 
 - `text`, `figures`, `notes`: what is known of a result, and of what it is made.
 - `equations`, `dtypes`: all equations of a program, and `dtype_report`, which runs none.
-- `program`, `wide`, `pairs`: a program in pieces, and a piece computed in pairs.
-- `loops`, `devices`, `shadow`: a program run in pairs, and noted.
+- `wide`, `program`, `pairs`: a program in pieces, and a piece computed in pairs.
+- `value`, `loops`, `devices`, `shadow`: a program run in pairs, and noted.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
-- `cause`, `table`: why a result is off, and a row for each equation.
+- `fault`, `cause`, `wrong`: which results are wrong, in which equation, and why.
+- `table`, `choices`: a row for each equation, and what float32 decides otherwise.
 - `page`, `advice`, `picture`, `diagnose`: what is found, said and drawn.
 
 The words that these files share:
 
 - A dtype is *narrow* if it is a floating-point one of 16 bits or fewer.
-- A number is *off* by its distance from float32's, relative to that; it is *bad* if it
-  is not finite where float32's is, and *lost* if it is 0 where float32's is not.
+- A number is *off* by its distance from float32's, relative to float32's. It is *bad* if
+  it is not finite where float32's is, and *lost* if it is 0 where float32's is not.
 - A value is *of the backward pass* if it depends on that pass's seed, which is the loss
   scale. So it grows as the loss scale does.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask

@@ -2,46 +2,31 @@
 
 Python runs the program in a `shard_map` piece by piece, so the values between two
 pieces have to exist outside of it. There, an array of shape (3,) on each of 4 devices
-is one of shape (4, 3), whose first axis is divided among the devices. `entered` and
-`left` convert operands and results of the `shard_map` to and from that form, and `over`
-runs a piece.
+is one of shape (4, 3), whose first axis is divided among the devices. Inside a second
+`shard_map` in the first, over 2 further devices each, it is one of shape (4, 2, 3).
+`entered` and `left` convert operands and results of the inner one to and from that
+form, and `over` runs a piece.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import JaxprEqn
 
-from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.value import Value
+from optax_lossscale._programs.versions import mapped_axes
 
 
-class Devices(NamedTuple):
-    """The devices that a `shard_map` maps over."""
+class _Map(NamedTuple):
+    """What one `shard_map` maps over."""
 
-    mesh: jax.sharding.Mesh
+    mesh: Any
     axes: tuple[str, ...]
 
-    def over(self, function: Callable) -> Callable:
-        """A function for one device's arrays, as one for the stacked arrays of all."""
-
-        def of_one(*args):
-            results = function(*jax.tree.map(lambda x: x[0], args))
-            return jax.tree.map(lambda x: x[None], results)
-
-        each = jax.P(self.axes)
-        return self._mapped(of_one, each, each)
-
-    def entered(self, value: Value, spec: jax.P) -> Value:
-        """An operand of the `shard_map`: stacks the parts that the devices have."""
-        return value.each(self._mapped(lambda x: x[None], spec, jax.P(self.axes)))
-
-    def left(self, value: Value, spec: jax.P) -> Value:
-        """A result of the `shard_map`, from the stacked parts; undoes `entered`."""
-        return value.each(self._mapped(lambda x: x[0], jax.P(self.axes), spec))
-
-    def _mapped(
-        self, function: Callable, in_specs: jax.P, out_specs: jax.P
-    ) -> Callable:
+    def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
+        """A function of one device's arrays, as one of arrays over all of its devices."""
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -50,3 +35,60 @@ class Devices(NamedTuple):
             out_specs=out_specs,
             check_vma=False,
         )
+
+    def stacked(self, function: Callable) -> Callable:
+        """A function of one device's arrays, as one of the stacked arrays of all."""
+
+        def of_one(*args):
+            own = jax.tree.map(lambda x: x[0], args)
+            return jax.tree.map(lambda x: x[None], function(*own))
+
+        each = jax.P(self.axes)
+        return self.apply(of_one, each, each)
+
+
+class Devices(NamedTuple):
+    """The devices that a program runs on, by the `shard_map`s around it."""
+
+    maps: tuple[_Map, ...] = ()  # the outermost first
+
+    def inside(self, eqn: JaxprEqn) -> "Devices":
+        """The devices of the program in a `shard_map` that runs on these devices."""
+        inner = _Map(eqn.params["mesh"], tuple(mapped_axes(eqn)))
+        return Devices((*self.maps, inner))
+
+    def over(self, function: Callable) -> Callable:
+        """A function for one device's arrays, as one for the stacked arrays of all."""
+        for one in reversed(self.maps):
+            function = one.stacked(function)
+        return function
+
+    def entered(self, value: Value, spec: jax.P) -> Value:
+        """An operand of the innermost `shard_map`: stacks the parts of its devices."""
+        return value.each(_stacking(self, spec))
+
+    def left(self, value: Value, spec: jax.P) -> Value:
+        """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
+        return value.each(_unstacking(self, spec))
+
+    def everywhere(self, value: Value) -> Value:
+        """A value that is the same on each device, in the form of the stacked arrays."""
+        for n, _ in enumerate(self.maps, 1):
+            value = Devices(self.maps[:n]).entered(value, jax.P())
+        return value
+
+
+@functools.cache
+def _stacking(devices: Devices, spec: jax.P) -> Callable:
+    """Stacks the parts that the devices of the innermost `shard_map` have."""
+    *around, inner = devices.maps
+    stack = inner.apply(lambda x: x[None], spec, jax.P(inner.axes))
+    return jax.jit(Devices(tuple(around)).over(stack))
+
+
+@functools.cache
+def _unstacking(devices: Devices, spec: jax.P) -> Callable:
+    """Undoes `_stacking`."""
+    *around, inner = devices.maps
+    unstack = inner.apply(lambda x: x[0], jax.P(inner.axes), spec)
+    return jax.jit(Devices(tuple(around)).over(unstack))

@@ -7,6 +7,7 @@ Those of one kind on one line are one row.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class Operation(NamedTuple):
     Attributes:
       primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
         `reduce_sum`.
-      operands: the dtypes of its operands that are floats; for a product, of the two
+      operands: the dtypes of its operands that are floats, for a product of the two
         that it multiplies. If what cannot be looked into has none, those of its
         results.
       before: the dtypes of the operands before they were converted to wider ones, in
@@ -170,30 +171,24 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
     usual = usual_product().params["precision"]
     for at in equations(jaxpr):
         eqn = at.eqn
+        floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
         if is_product(eqn):
             products.append(_product(at, usual))
-            continue
-        floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
-        results = tuple(dtype_in(v) for v in eqn.outvars if is_float(v))
-        terms = terms_of(eqn)
-        one = _operation(at, floats)._replace(terms=terms)
-        needs_digits_or_range = terms > 1 or Is.EXPONENTIAL in traits(eqn)
-        if Is.OPAQUE in traits(eqn) or at.name not in TABLE:
-            if floats:
-                opaque.append(one)
-            elif results:
-                opaque.append(one._replace(operands=results, before=results))
-        elif needs_digits_or_range and floats and one.dtype.itemsize <= 2:
-            narrow.append(one)
+        elif Is.OPAQUE in traits(eqn) or at.name not in TABLE:
+            if floats or any(map(is_float, eqn.outvars)):
+                opaque.append(_opaque(at, floats))
+        elif floats and (terms_of(eqn) > 1 or Is.EXPONENTIAL in traits(eqn)):
+            one = _operation(at, floats)
+            if one.dtype.itemsize <= 2:
+                narrow.append(one)
     return DtypeReport(_alike(products), _alike(narrow), _alike(opaque))
 
 
 def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
     """Lines of text for operations of a report, the largest first."""
     total = sum(report.multiplications.values())
-    largest = sorted(
-        operations, key=lambda one: (one.multiplications, one.terms), reverse=True
-    )
+    size = attrgetter("multiplications", "terms")
+    largest = sorted(operations, key=size, reverse=True)
     return aligned([_row(one, total) for one in largest])
 
 
@@ -205,6 +200,7 @@ def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
         before=tuple(at.unwidened[n] for n in numbers),
         source=at.source,
         count=at.count,
+        terms=terms_of(at.eqn),
     )
 
 
@@ -216,13 +212,19 @@ def _product(at: Equation, usual: Any) -> Operation:
       usual: the precision of a product that asks for none.
     """
     eqn = at.eqn
-    terms = terms_of(eqn)
     asks = asks_for_precision(eqn) and eqn.params["precision"] != usual
     return _operation(at, range(2))._replace(
-        multiplications=at.runs * results_of(eqn) * terms,
-        terms=terms,
+        multiplications=at.runs * results_of(eqn) * terms_of(eqn),
         by_choice=asks or is_of_optax(eqn),
     )
+
+
+def _opaque(at: Equation, floats: Sequence[int]) -> Operation:
+    """An `Operation` for what cannot be looked into, by the floats it reads or gives."""
+    if floats:
+        return _operation(at, floats)
+    results = tuple(dtype_in(v) for v in at.eqn.outvars if is_float(v))
+    return Operation(at.name, results, results, at.source, at.count)
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:

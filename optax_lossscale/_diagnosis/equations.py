@@ -5,6 +5,7 @@ line of the user's code made it.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -57,27 +58,40 @@ def equations(
     Args:
       jaxpr: the program.
       line: the user's line that runs it; "" for the whole program.
-      before: the dtypes of its arguments before they were widened, if a call gives it
-        these.
+      before: the dtypes of its arguments before they were widened, if a call tells.
     """
     # By the `id` of a variable
     unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
-    found: dict[tuple[int, str], Equation] = {}
+    found = []
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if keeps_numbers(eqn):
             unwidened.update((id(v), operands[0]) for v in eqn.outvars)
-        new = [Equation(eqn, line_of(eqn, line), operands)]
-        given = operands if Is.CALLS in traits(eqn) else ()
-        for program in programs_in(eqn):
-            for at in equations(open_jaxpr(program), new[0].source, given):
-                new.append(at._replace(runs=at.runs * _times(eqn)))
-        for at in new:
-            place = (id(at.eqn), at.source)
-            earlier = found.get(place, at._replace(count=0, runs=0))
+        own = Equation(eqn, line_of(eqn, line), operands)
+        found += [own, *_inside(own)]
+    return _counted(found)
+
+
+def _inside(at: Equation) -> Iterator[Equation]:
+    """Those in the programs that an equation holds."""
+    given = at.unwidened if Is.CALLS in traits(at.eqn) else ()
+    times = _times(at.eqn)
+    for program in programs_in(at.eqn):
+        for inner in equations(open_jaxpr(program), at.source, given):
+            yield inner._replace(runs=inner.runs * times)
+
+
+def _counted(found: Iterable[Equation]) -> tuple[Equation, ...]:
+    """Each equation once for each line, with its counts in all places added up."""
+    counted: dict[tuple[int, str], Equation] = {}
+    for at in found:
+        place = (id(at.eqn), at.source)
+        if place in counted:
+            earlier = counted[place]
             count = earlier.count + at.count
-            found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
-    return tuple(found.values())
+            at = at._replace(count=count, runs=earlier.runs + at.runs)
+        counted[place] = at
+    return tuple(counted.values())
 
 
 def keeps_numbers(eqn: JaxprEqn) -> bool:

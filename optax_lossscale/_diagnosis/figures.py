@@ -21,8 +21,9 @@ class Figures:
     Attributes:
       count: how many numbers the result has; a complex number counts as two.
       error: how far it is from float32's: the norm of the difference, relative to the
-        norm of float32's; 1 if only those are all 0, and infinite if it is bad.
-      distance: the norm of the difference, not relative; infinite if it is bad.
+        norm of float32's. It is 0 if the numbers of both are all 0, 1 if only float32's
+        are, and infinite if the result is bad.
+      distance: the norm of the difference, not relative; infinite if the result is bad.
       off_share: the share of its numbers that are off by more than 5% of themselves, or
         of a quarter of the mean size where that is more.
       bad: whether a number is not finite where float32's is.
@@ -61,8 +62,10 @@ def figures_of(low: ArrayLike, true: ArrayLike | None) -> Figures:
         whether float32 decides otherwise.
     """
     low = _numbers(low)
-    if true is None or not low.size:
-        return Figures(low.size, decided=float(low.mean()) if low.size else 0.0)
+    if not low.size:
+        return Figures(count=0)
+    if true is None:
+        return Figures(low.size, decided=float(low.mean()))
     # Differences of large numbers, and squares, may leave float32's range.
     with np.errstate(all="ignore"):
         return _figures(low, _numbers(true))
@@ -71,7 +74,7 @@ def figures_of(low: ArrayLike, true: ArrayLike | None) -> Figures:
 def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
     """The figures of a result of floats, in one row."""
     sizes = np.abs(true)
-    largest = float(np.maximum(sizes.max(), np.abs(low).max()))  # NaN if one is
+    largest = float(np.maximum(sizes.max(), np.abs(low).max()))  # NaN if one is NaN
     if not math.isfinite(largest):
         return _of_any(low, true)
     norm = _norm(true)
@@ -82,14 +85,16 @@ def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
         return Figures(low.size, largest=largest, typical=typical)
     least = _LEAST * float(sizes.sum()) / low.size
     is_off = apart > TOLERANCE * np.maximum(sizes, least)
-    lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
+    n_nonzero = np.count_nonzero(true)
+    n_lost = np.count_nonzero(true[low == 0])
+    is_at_limit = (np.abs(low) == 1) & (sizes < 1)
     return Figures(
         low.size,
         error=distance / norm if norm else 1.0,
         distance=distance,
         off_share=np.count_nonzero(is_off) / low.size,
-        lost=lost,
-        at_limit=bool(np.any((np.abs(low) == 1) & (sizes < 1))),
+        lost=n_lost / max(n_nonzero, 1),
+        at_limit=bool(is_at_limit.any()),
         largest=largest,
         typical=typical,
     )
@@ -102,16 +107,17 @@ def _of_any(low: np.ndarray, true: np.ndarray) -> Figures:
     finite = np.where(is_finite, true, 0)
     figures = _figures(np.where(is_finite & ~is_bad, low, finite), finite)
     bad = bool(is_bad.any())
-    count = np.count_nonzero(is_finite)
+    n_finite = np.count_nonzero(is_finite)
+    share_finite = max(n_finite, 1) / low.size
     return dataclasses.replace(
         figures,
         error=math.inf if bad else figures.error,
         distance=math.inf if bad else figures.distance,
         bad=bad,
         nan=bool(np.isnan(low[is_bad]).any()),
-        is_finite=count == low.size,
+        is_finite=n_finite == low.size,
         nan_true=bool(np.isnan(true).any()),
-        typical=figures.typical * math.sqrt(low.size / max(count, 1)),
+        typical=figures.typical / math.sqrt(share_finite),
     )
 
 

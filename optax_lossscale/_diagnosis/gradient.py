@@ -7,13 +7,13 @@ loss function returns beside the loss, such as batch statistics.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
@@ -22,7 +22,13 @@ from optax_lossscale._autocast.arrays import is_traceable
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
-from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow_dtype
+from optax_lossscale._programs.values import (
+    Array,
+    dtypes_in,
+    is_float,
+    is_narrow_dtype,
+    variables,
+)
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
@@ -32,6 +38,7 @@ class Gradient(NamedTuple):
     """The program of a loss and its gradient, with its arguments before the seed."""
 
     jaxpr: ClosedJaxpr
+    forward: Jaxpr  # its equations that do not depend on the seed
     arguments: list[Argument]
     # Those of 16 bits and fewer that results in the program have
     narrow_dtypes: tuple[np.dtype, ...]
@@ -57,10 +64,8 @@ def gradient_of(
 
     def gradient(arrays, seed):
         def loss_of_parameters(differentiated):
-            left = iter((dict(enumerate(arrays)) | differentiated).values())
-            params, args, kwargs = map_leaves(
-                lambda x: next(left) if is_traceable(x) else x, everything
-            )
+            given = dict(enumerate(arrays)) | differentiated
+            params, args, kwargs = _with_arrays(everything, given.values())
             loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
             return at_least_float32(loss), (loss, aux)
 
@@ -70,11 +75,33 @@ def gradient_of(
         loss, aux = others
         return loss, pull(seed.astype(wide.dtype)), aux
 
-    jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
-    arguments = [
-        one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
-    ]
-    return Gradient(jaxpr, arguments, _narrow_dtypes(jaxpr))
+    closed = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
+    _refuse_refs(closed.jaxpr)
+    on_host = [jax.device_get(jnp.asarray(x)) for x in arrays]
+    return Gradient(
+        closed,
+        _forward(closed.jaxpr),
+        [one._replace(array=x) for one, x in zip(arguments, on_host, strict=True)],
+        _narrow_dtypes(closed.jaxpr),
+    )
+
+
+def _forward(jaxpr: Jaxpr) -> Jaxpr:
+    """The equations of a gradient that do not depend on its seed."""
+    of_backward: set[Var] = {jaxpr.invars[-1]}
+    forward = []
+    for eqn in jaxpr.eqns:
+        if of_backward.isdisjoint(variables(eqn.invars)):
+            forward.append(eqn)
+        else:
+            of_backward.update(eqn.outvars)
+    return jaxpr.replace(eqns=forward)
+
+
+def _with_arrays(everything: tuple, arrays: Iterable[Array]) -> tuple:
+    """Parameters, arguments and keywords with others in the places of their arrays."""
+    left = iter(arrays)
+    return map_leaves(lambda x: next(left) if is_traceable(x) else x, everything)
 
 
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Array]]:
@@ -93,39 +120,46 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
 def _arguments(everything: tuple) -> list[Argument]:
     """The arrays in parameters, arguments and keywords.
 
-    A variable of Flax NNX that is in two places counts once. Equal names, as those in
-    `{"a/b": x, "a": {"b": y}}`, are told apart by numbers.
+    A variable of Flax NNX that is in two places counts once.
     """
     prefixes = ("", "args/", "kwargs/")
     found = []
     seen: set[int] = set()
-    for (first, *path), leaf in jax.tree.leaves_with_path(
-        everything, is_leaf=is_variable
-    ):
+    leaves = jax.tree.leaves_with_path(everything, is_leaf=is_variable)
+    for (first, *path), leaf in leaves:
         if is_variable(leaf) and id(leaf) in seen:
             continue
         seen.add(id(leaf))
         name = prefixes[first.idx] + path_name(path)
         for x in filter(is_traceable, jax.tree.leaves(leaf)):
-            found.append(Argument(name, x, first.idx == 0 and is_float(x)))
-    counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *(one.name for one in found)])
-    for n, one in enumerate(found):
-        if counts[one.name] > 1:
-            found[n] = one._replace(name=f"{one.name} (argument {n})")
-    return found
+            is_parameter = first.idx == 0 and is_float(x)
+            found.append(Argument(name, x, is_parameter))
+    return _told_apart(found)
 
 
-def _narrow_dtypes(jaxpr: ClosedJaxpr) -> tuple[np.dtype, ...]:
-    """The dtypes of 16 bits and fewer that results in a program have.
+def _told_apart(arguments: list[Argument]) -> list[Argument]:
+    """Arguments with numbers in equal names, as those in `{"a/b": x, "a": {"b": y}}`."""
+    names = [one.name for one in arguments]
+    counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
+    return [
+        one._replace(name=f"{one.name} (argument {n})") if counts[one.name] > 1 else one
+        for n, one in enumerate(arguments)
+    ]
 
-    Raises if one of them is a `jax.Ref`, an array to be changed in place.
-    """
-    dtypes: dict[Any, None] = {}
-    for at in equations(jaxpr.jaxpr):
+
+def _refuse_refs(jaxpr: Jaxpr) -> None:
+    """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
+    for at in equations(jaxpr):
         if any(map(is_ref, at.eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
                 f"at {at.source}: give it a loss function that passes values on"
             )
-        dtypes.update(dict.fromkeys(filter(is_narrow_dtype, dtypes_in(at.eqn.outvars))))
-    return tuple(dtypes)
+
+
+def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
+    """The dtypes of 16 bits and fewer that results in a program have."""
+    dtypes: dict[np.dtype, None] = {}
+    for at in equations(jaxpr):
+        dtypes.update(dict.fromkeys(dtypes_in(at.eqn.outvars)))
+    return tuple(filter(is_narrow_dtype, dtypes))

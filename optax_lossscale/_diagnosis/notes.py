@@ -6,7 +6,6 @@ and `scale` go back along. What is the same in all rounds is in its `Place`.
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -20,10 +19,10 @@ from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Is, traits_of
 
 THE_LOSS = "the loss"
-"""What reports call the loss. No parameter has this name or one of the next two."""
+"""What reports call the loss. No parameter has this name or one of the two below."""
 
 ALL = "all"
-"""What they call all parameters, among groups of these."""
+"""What they call the group of all parameters."""
 
 A_VALUE_INSIDE = "a value inside"
 """What they call a value that is neither the loss nor a gradient."""
@@ -31,36 +30,32 @@ A_VALUE_INSIDE = "a value inside"
 FIFTH = 0.2
 """The share of an array's numbers that may be off or lost."""
 
-
-class Kind(enum.Enum):
-    """What values come from."""
-
-    EQUATION = enum.auto()
-    ARGUMENT = enum.auto()
-    MOVED = enum.auto()  # a loop, which took or joined what an equation had computed
+SUMS = Is.ADDS_TWO | Is.ADDS_MANY
+"""The traits of an operation that adds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where values come from: an equation of the program, or one of its arguments."""
+    """Where values come from: an argument of the program, an equation, or a loop.
 
-    kind: Kind = Kind.EQUATION
-    primitive: str = ""  # the name of the operation that computed them, if one did
+    A loop takes apart or joins what an equation has computed; its place is that of the
+    equation without the `primitive`.
+    """
+
+    name: str = ""  # the path of an argument
+    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
+    primitive: str = ""  # the name of the operation that computes them
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
-    name: str = ""  # the path of an argument
-    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
-    # Whether it is in a backward pass, that of the loss function or one inside of it
+    # Whether it is in a backward pass: that of the loss function, or one inside of it
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum has
 
     @property
     def moved(self) -> "Place":
-        """The place of what a loop moved from here; an argument stays one."""
-        if self.kind is Kind.ARGUMENT:
-            return self
-        return dataclasses.replace(self, kind=Kind.MOVED, primitive="")
+        """The place of what a loop takes apart or joins; an argument stays one."""
+        return dataclasses.replace(self, primitive="")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,7 +70,7 @@ class Note(Figures):
       is_backward: whether it is of the backward pass, and so in proportion to the loss
         scale.
       is_passed: whether float32's was computed in 16 bits as well.
-      reads: the notes of its operands; left out in a report.
+      reads: the notes of its operands, which are left out in a report.
       before: how far the worst of its operands is from float32's, as `error` is.
       nearest: the parameters that are the fewest equations before it, in a report.
     """
@@ -93,12 +88,12 @@ class Note(Figures):
     @property
     def is_computed(self) -> bool:
         """Whether it is the result of an equation, neither an argument nor moved."""
-        return self.place.kind is Kind.EQUATION
+        return self.place.primitive != ""
 
     @property
     def is_argument(self) -> bool:
         """Whether it is of an argument of the program, moved or not."""
-        return self.place.kind is Kind.ARGUMENT
+        return self.place.name != ""
 
     @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:
@@ -180,7 +175,12 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
 def all_before(
     notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
-    """Some notes, what they read, and so on, each once; `reads` says what that is."""
+    """Notes, what they read, and so on, each once.
+
+    Args:
+      notes: where to begin.
+      reads: gives what a note reads, by default all of its operands.
+    """
     left = list(notes)
     seen: set[Note] = set()
     while left:

@@ -1,69 +1,32 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills a `Diagnosis` from the runs, and `advice` adds the verdict and what to
-do. Printed, it is the page: sentences about dtypes, the verdict and the loss scale,
-tables of what is wrong and what underflows, and the advice.
+`diagnose` fills `Findings` from the runs. A `Diagnosis` has these fields, and further
+the verdict and what to do, which `advice` words. Printed, it is the page: sentences about
+dtypes, the verdict and the loss scale, tables of what is wrong and what underflows, and
+the advice.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
-from optax_lossscale._diagnosis.cause import Wrong
 from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
+from optax_lossscale._diagnosis.wrong import Wrong
 
 _SHOWN = 8  # the rows and lines of a kind
 
 
-class Diagnosis(NamedTuple):
-    """The result of `diagnose`; print it for the page.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the runs show: the fields of a `Diagnosis` from which its words follow."""
 
-    Attributes:
-      verdict: whether 16 bits are fine as they are, and if not, what is wrong.
-      advice: what to do.
-      is_autocast: whether the loss function computes in float32, so that the report is
-        about `autocast` of it.
-      dtypes: the `dtype_report` of the program that computes the gradients.
-      computes_in: the dtypes of 16 bits and fewer that the model computes in.
-      loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32.
-      loss_dtype: the dtype of the loss.
-      scale: the loss scale at which the gradients were compared.
-      loss_scale: the one in the optimizer's state, if that was given; else None.
-      wrong: the loss and gradients that are off by more than 5%, the loss first and
-        then the worst gradient, and why; if there are none, the first value inside of
-        which a fifth is.
-      off: how far the loss and each gradient are from float32's, relative to it;
-        without those that float32 does not determine either, by float64, such as that
-        of a bias before a normalization.
-      off_by_choices: how far the loss and gradients are from those of float32 with its
-        own choices, such as indices, masks and branches, where that is more than 5%. In
-        all other fields, float32 makes the choices of the program.
-      choices: where float32 would have chosen other indices, masks, branches or
-        numbers of rounds.
-      initial_scale: the scale that fits; None if gradients are finite at none, or the
-        loss or float32's results are not finite.
-      overflow: where gradients become infinite first, at twice the largest scale.
-      has_gradients: whether any gradient is not 0 in float32.
-      is_finite_without: whether the loss and gradients are finite without a loss scale.
-      off_without: how far gradients are off without a loss scale, where by more than 5%,
-        of those that are right at `scale`.
-      underflow: how many gradients underflow, by the path of parameters without its
-        numbers; all of them first, then the worst, and without those that lose next to
-        nothing.
-      not_compared: operations that could not be run with operands in float32, such as
-        kernels, each with its line.
-      table: a row for each result that is computed.
-    """
-
-    verdict: str
-    advice: list[str]
     is_autocast: bool
     dtypes: DtypeReport
     computes_in: tuple[np.dtype, ...]
@@ -85,6 +48,53 @@ class Diagnosis(NamedTuple):
     not_compared: tuple[tuple[str, str], ...]
     table: Table
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis(Findings):
+    """The result of `diagnose`; print it for the page.
+
+    Attributes:
+      verdict: whether 16 bits are fine as they are, and if not, what is wrong.
+      advice: what to do.
+      is_autocast: whether the loss function computes in float32, so that the report is
+        about `autocast` of it.
+      dtypes: the `dtype_report` of the program that computes the gradients.
+      computes_in: the dtypes of 16 bits and fewer that the model computes in.
+      loss: the loss, as the program computes it.
+      loss_in_float32: the loss in float32.
+      loss_dtype: the dtype of the loss.
+      scale: the loss scale at which the gradients were compared.
+      loss_scale: the one in the optimizer's state. It is None if no state was given, or
+        one without a loss scale.
+      wrong: the loss and gradients that are off by more than 5%, and why, the loss first
+        and then the worst gradient. If there are none, the first value inside of which
+        a fifth is.
+      off: how far the loss and each gradient are from float32's, relative to it. Those
+        are left out that float32 does not determine, as float64 shows, such as the
+        gradient of a bias before a normalization.
+      off_by_choices: how far the loss and gradients are from those of float32 with its
+        own choices, such as indices, masks and branches, where that is more than 5%. In
+        all other fields, float32 makes the choices of the program.
+      choices: where float32 would have chosen other indices, masks, branches or
+        numbers of rounds.
+      initial_scale: the scale that fits. It is None if gradients are finite at none, or
+        if the loss or float32's results are not finite.
+      overflow: where gradients become infinite first, at twice the largest scale.
+      has_gradients: whether any gradient is not 0 in float32.
+      is_finite_without: whether the loss and gradients are finite without a loss scale.
+      off_without: how far gradients are off without a loss scale, where by more than 5%,
+        of those that are right at `scale`.
+      underflow: how many gradients underflow, by the path of parameters without its
+        numbers. All of them come first, then the worst. Those that lose next to nothing
+        are left out.
+      not_compared: operations that could not be run with operands in float32, such as
+        kernels, each with its line.
+      table: a row for each result that is computed.
+    """
+
+    verdict: str
+    advice: list[str]
+
     def plot(self, axes: Any = None) -> Any:
         """Draws the magnitudes along the program, with float16's range shaded.
 
@@ -97,13 +107,21 @@ class Diagnosis(NamedTuple):
         return magnitudes(self.table, axes)
 
     def __str__(self) -> str:
-        sentences = [self._computes(), self.verdict, *self._compared(), *self._scales()]
+        sentences = [
+            self._computes(),
+            self.verdict,
+            *self._off(),
+            *self._chosen(),
+            *self._not_compared(),
+            *self._scales(),
+        ]
+        remedies = [f"- {remedy}" for remedy in self.advice]
         lines = [
             *map(wrapped, sentences),
             *_section(("Wrong:", "off by", "because"), [*map(_cells, self.wrong)]),
             *self._underflow(),
             "What to do:",
-            *(wrapped(f"- {what}") for what in self.advice),
+            *map(wrapped, remedies),
         ]
         return "\n".join(lines)
 
@@ -119,17 +137,20 @@ class Diagnosis(NamedTuple):
         dtypes = " and ".join(products or map(str, self.computes_in)) or "float32"
         return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
-    def _compared(self) -> Iterator[str]:
-        """Sentences about how far the results are from float32's."""
-        if self.computes_in and not self.wrong and THE_LOSS in self.off:
-            grads = [off for name, off in self.off.items() if name != THE_LOSS]
+    def _off(self) -> Iterator[str]:
+        """A sentence about how far the results are from float32's."""
+        if not self.computes_in or self.wrong or THE_LOSS not in self.off:
+            return
+        grads = [off for name, off in self.off.items() if name != THE_LOSS]
+        if grads:
+            most = f"by at most {max(grads):.1%}"
+        else:
             most = "nothing but rounding" if self.has_gradients else "are 0"
-            if grads:
-                most = f"by at most {max(grads):.1%}"
-            yield (
-                f"Off from float32: the loss by {self.off[THE_LOSS]:.1%}, gradients "
-                f"{most}."
-            )
+        loss = self.off[THE_LOSS]
+        yield f"Off from float32: the loss by {loss:.1%}, gradients {most}."
+
+    def _chosen(self) -> Iterator[str]:
+        """Sentences about choices that float32 would have made otherwise."""
         by_line: dict[str, Note] = {}
         for one in self.choices:
             by_line.setdefault(str(one), one)
@@ -140,10 +161,14 @@ class Diagnosis(NamedTuple):
             )
         if self.off_by_choices and not has_wrong_result(self):
             names = some(list(self.off_by_choices))
+            most = percent(max(self.off_by_choices.values()))
             yield (
                 f"Off from float32 with its own choices, such as masks: {names}, at most "
-                f"by {percent(max(self.off_by_choices.values()))}."
+                f"by {most}."
             )
+
+    def _not_compared(self) -> Iterator[str]:
+        """Sentences about what computes in 16 bits also where float32 is computed."""
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
 
@@ -164,12 +189,8 @@ class Diagnosis(NamedTuple):
 
     def _underflow(self) -> list[str]:
         """The table of the shares of gradients that groups of parameters lose."""
-        title = (
-            "Underflow:",
-            "lost at 1",
-            f"at {scale_name(self.scale)}",
-            "bits needed",
-        )
+        scale = scale_name(self.scale)
+        title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
         rows = [
             (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
             for name, group in self.underflow.items()
@@ -177,23 +198,24 @@ class Diagnosis(NamedTuple):
         return _section(title, rows)
 
 
-def scale_that_fits(page: Diagnosis) -> InitialScale | None:
+def scale_that_fits(found: Findings) -> InitialScale | None:
     """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in page.computes_in and page.has_gradients
-    return page.initial_scale if is_scaled else None
+    is_scaled = np.float16 in found.computes_in and found.has_gradients
+    return found.initial_scale if is_scaled else None
 
 
-def has_wrong_result(page: Diagnosis) -> bool:
+def has_wrong_result(found: Findings) -> bool:
     """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(one.name != A_VALUE_INSIDE for one in page.wrong)
+    return any(one.name != A_VALUE_INSIDE for one in found.wrong)
 
 
 def _cells(one: Wrong) -> tuple[str, str, str]:
+    """The row of a result that is wrong."""
     return f"  {one.name}", percent(one.off), one.because
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first rows of a table, under its title; nothing if it is empty."""
+    """The first rows of a table, under its title. An empty table has no title either."""
     if not rows:
         return []
     lines = aligned([title, *rows[:_SHOWN]])

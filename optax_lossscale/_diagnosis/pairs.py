@@ -2,24 +2,30 @@
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of these. `compute` does so for the steps of a piece, inside `jit`.
+of these. `compute` does so for the instructions of a piece, inside `jit`.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import FLOAT32, FLOAT64, Array, dtype_in, is_float
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    FLOAT64,
+    Array,
+    Atom,
+    dtype_in,
+    is_float,
+)
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
 # run so few times that compiling them takes longer than running.
@@ -58,22 +64,15 @@ class Pair(NamedTuple):
         """The value in wider floats, or the one that these follow."""
         return self.low if self.true is None else self.true
 
-    def compared(self, is_passed: bool = False) -> "Compared":
+    def compared(self) -> "Compared":
         """The pair in one dtype of 32 bits or more."""
         if not is_float(self.low):
             return Compared(jnp.not_equal(self.low, self.true))
         dtype = wide_dtype(self.low.dtype, FLOAT32)
-        low = self.low.astype(dtype)
-        return Compared(low, self.true.astype(dtype), is_passed)
+        return Compared(self.low.astype(dtype), self.true.astype(dtype))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["low", "true"],
-    meta_fields=["is_passed"],
-)
-@dataclasses.dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """A pair as the host compares it.
 
     Of a choice, `low` is whether the wider floats decide otherwise, and `true` is None.
@@ -81,8 +80,6 @@ class Compared:
 
     low: Array
     true: Array | None = None
-    # Whether `true` was computed in the program's own dtypes, and then widened
-    is_passed: bool = False
 
     @property
     def figures(self) -> Figures:
@@ -103,35 +100,36 @@ def compute(
     """What a piece leaves to others, and each result that is noted, to be compared."""
     env = dict(zip(piece.reads, ins, strict=True))
     noted = []
-    for step in piece.steps:
-        operands = [
-            exact(np.asarray(v.val, dtype_in(v)), widths)
-            if isinstance(v, Literal)
-            else env[v]
-            for v in step.eqn.invars
-        ]
-        pairs, is_passed = _of_one(step.eqn, operands, widths)
-        results = dict(zip(step.eqn.outvars, pairs, strict=True))
-        noted += [results[v].compared(is_passed) for v in step.noted.values()]
+    for instruction in piece.instructions:
+        eqn = instruction.eqn
+        operands = [_read(v, env, widths) for v in eqn.invars]
+        pairs = _of_one(eqn, operands, widths)
+        results = dict(zip(eqn.outvars, pairs, strict=True))
+        noted += [results[v].compared() for v in instruction.noted.values()]
         for v, pair in results.items():
             env[v] = pair if is_float(pair.low) else Pair(pair.low)
     return [env[v] for v in piece.leaves], noted
 
 
-def _of_one(
-    eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths
-) -> tuple[list[Pair], bool]:
-    """The results of an equation, and whether `true` was computed in its own dtypes."""
-    lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
+def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
+    """The pair of a variable or literal."""
+    if isinstance(v, Literal):
+        return exact(np.asarray(v.val, dtype_in(v)), widths)
+    return env[v]
+
+
+def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
+    """The results of an equation."""
+    lows = in_wide(eqn, [x.low for x in ins], widths.low)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, lows)), False
+        return list(map(Pair, lows))
     if Is.ONCE in traits(eqn):
-        return [Pair(x, widened(x, widths.true)) for x in lows], True
-    trues, is_passed = in_wide(eqn, [x.followed for x in ins], widths.true)
+        return [Pair(x, widened(x, widths.true)) for x in lows]
+    trues = in_wide(eqn, [x.followed for x in ins], widths.true)
     pairs = list(map(Pair, lows, trues))
-    if Is.CHOOSES not in traits(eqn):  # what is sorted is right in any order
-        pairs = _by_its_choices(pairs)
-    return pairs, is_passed
+    if Is.CHOOSES in traits(eqn):  # what is sorted is right in any order
+        return pairs
+    return _by_its_choices(pairs)
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
@@ -144,12 +142,13 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.all(choices[0].low == choices[0].true)
-    return [
-        Pair(x.low, jnp.where(are_same, x.true, widened(x.low, x.true.dtype)))
-        if is_float(x.low)
-        else x
-        for x in pairs
-    ]
+    joined = []
+    for pair in pairs:
+        if is_float(pair.low):
+            beside = widened(pair.low, pair.true.dtype)
+            pair = Pair(pair.low, jnp.where(are_same, pair.true, beside))
+        joined.append(pair)
+    return joined
 
 
 @functools.cache
@@ -160,6 +159,7 @@ def compiler_options() -> dict[str, bool | int]:
     if jax.default_backend() != "cpu":
         return options
     quickly = options | _QUICKLY
+    # XLA does not say which options it has: a release may drop one of them.
     try:
         jax.jit(lambda: 0.0, compiler_options=quickly).lower().compile()
     except jax.errors.JaxRuntimeError:

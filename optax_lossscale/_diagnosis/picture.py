@@ -19,25 +19,30 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     places = np.arange(len(rows))
     largest = np.array([row.largest for row in rows])
     typical = [row.typical or np.nan for row in rows]
-    narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
-    off = np.array([row.error > TOLERANCE for row in rows], bool)
-    marked = {
-        "16 bits": (narrow, TEAL),
-        "wider": (~narrow, GREY),
-        "off by more than 5%": (off, _RED),
-    }
     axes.vlines(places, typical, largest, color=GREY, lw=0.8)
-    for label, (which, color) in marked.items():
+    is_narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
+    is_off = np.array([row.error > TOLERANCE for row in rows], bool)
+    for label, color, which in (
+        ("16 bits", TEAL, is_narrow),
+        ("wider", GREY, ~is_narrow),
+        ("off by more than 5%", _RED, is_off),
+    ):
         axes.plot(places[which], largest[which], ".", color=color, label=label)
+    backward = [place for place in places if rows[place].is_backward]
+    if backward:
+        axes.axvline(backward[0] - 0.5, color="black", lw=0.8, ls=":")
     axes.set_yscale("log", base=2)
+    _shade(axes)
+    axes.set(xlabel="equation of the gradient", ylabel="size")
+    axes.legend(frameon=False, fontsize=8)
+    return axes
+
+
+def _shade(axes: Axes) -> None:
+    """Shades the sizes that float16 does not hold."""
     bottom, top = axes.get_ylim()
     bottom = min(bottom, _SMALLEST / 16)
     top = max(top, _LARGEST * 16)
-    for low, high in ((bottom, _SMALLEST), (_LARGEST, top)):
-        axes.axhspan(low, high, color="black", alpha=0.14, lw=0)
-    backward = [n for n in places if rows[n].is_backward]
-    if backward:
-        axes.axvline(backward[0] - 0.5, color="black", lw=0.8, ls=":")
-    axes.set(ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size")
-    axes.legend(frameon=False, fontsize=8)
-    return axes
+    axes.axhspan(bottom, _SMALLEST, color="black", alpha=0.14, lw=0)
+    axes.axhspan(_LARGEST, top, color="black", alpha=0.14, lw=0)
+    axes.set_ylim(bottom, top)

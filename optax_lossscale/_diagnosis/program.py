@@ -1,9 +1,10 @@
-"""The traced program as a list of steps, in pieces to compile together.
+"""The traced program as a list of instructions, in pieces to compile together.
 
-Consecutive steps without loops are one piece, which is compiled as a whole; outside of
-loops, a piece ends at each product, so that the layers of a model, which are alike,
-share what is compiled for one. A loop or branch that computes floats is a piece by
-itself, whose programs are divided in turn.
+An *instruction* is an equation with its place in the program. Consecutive instructions
+without loops are one piece, which is compiled as a whole; outside of loops, a piece
+ends at each product, so that the layers of a model, which are alike, share what is
+compiled for one. A loop or branch that computes floats is a piece by itself, whose
+programs are divided in turn.
 """
 
 import re
@@ -17,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
+from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
 from optax_lossscale._programs.lines import line_of
@@ -39,25 +41,26 @@ _MANY = 2**20  # numbers that a round of a loop may have in one piece
 _NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
 
 
-class Step(NamedTuple):
-    """An equation in its place, with variables that no other step makes."""
+class Instruction(NamedTuple):
+    """An equation in its place, with variables that no other instruction makes."""
 
     eqn: JaxprEqn
     place: Place
-    programs: Sequence["Program"]  # those of a loop, to be run round by round
+    programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
     # Its results that have notes, by their positions: floats, and choices that depend on
     # floats. Others have the note of the first operand, as they have all of its numbers,
     # or are integers.
     noted: Mapping[int, Var]
+    is_passed: bool  # whether it computes in 16 bits also where float32 is computed
 
 
 class Piece(NamedTuple):
-    """Consecutive steps."""
+    """Consecutive instructions."""
 
-    steps: Sequence[Step]
+    instructions: Sequence[Instruction]
     reads: Sequence[Var]  # the variables from earlier pieces or arguments
     leaves: Sequence[Var]  # those that it makes for later pieces or as results
-    frees: Sequence[Var]  # those that no later piece reads
+    frees: frozenset[Var]  # those that it reads, and no later piece
     key: Hashable  # equal for pieces that compute the same
 
 
@@ -66,9 +69,7 @@ class Program(NamedTuple):
 
     takes: Sequence[Var]  # the variables of its arguments
     gives: Sequence[Atom]  # those of its results, or literals
-    constants: Mapping[
-        Var, np.ndarray
-    ]  # the values of its constants, by their variables
+    constants: Mapping[Var, np.ndarray]
     pieces: Sequence[Piece]
 
 
@@ -81,21 +82,24 @@ def program_of(program: ClosedJaxpr | Jaxpr, around: Place, limit: int = 0) -> P
       limit: a product ends a piece of more numbers than this.
     """
     flat = all_flat(program)
-    steps = [_step(eqn, around) for eqn in flat.eqns]
+    instructions = [_instruction(eqn, around) for eqn in flat.eqns]
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
-    return Program(flat.ins, flat.outs, constants, _pieces(steps, flat.outs, limit))
+    return Program(
+        flat.ins, flat.outs, constants, _pieces(instructions, flat.outs, limit)
+    )
 
 
-def _step(eqn: JaxprEqn, around: Place) -> Step:
-    """An equation in its place, with the programs of a loop in pieces."""
+def _instruction(eqn: JaxprEqn, around: Place) -> Instruction:
+    """An equation in its place, with the programs of a loop or branch in pieces."""
     place = _place_of(eqn, around)
     held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    return Step(eqn, place, held, _noted(eqn))
+    is_passed = Is.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
+    return Instruction(eqn, place, held, _noted(eqn), is_passed)
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """The programs of a loop or branch that computes floats; none of a `scan` of none."""
-    if not traits(eqn) & _LOOPS or eqn.params.get("length") == 0:
+    """The programs of a loop or branch that computes floats, if it runs at all."""
+    if not traits(eqn) & _LOOPS or runs_no_rounds(eqn):
         return ()
     programs = programs_in(eqn)
     dtypes = frozenset().union(*map(dtypes_within, programs))
@@ -117,66 +121,76 @@ def _place_of(eqn: JaxprEqn, around: Place) -> Place:
     The names come from the stack that JAX keeps for profiles, without what JAX and
     autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
-    scopes = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
+    own = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
+    scopes = [around.scope, *own] if around.scope else own
+    is_transposed = "transpose(" in str(eqn.source_info.name_stack)
     return Place(
         primitive=name_of(eqn),
         source=line_of(eqn, around.source),
-        scope="/".join([around.scope, *scopes] if around.scope else scopes),
-        is_derivative=around.is_derivative
-        or "transpose(" in str(eqn.source_info.name_stack),
+        scope="/".join(scopes),
+        is_derivative=around.is_derivative or is_transposed,
         terms=terms_of(eqn),
     )
 
 
-def _pieces(steps: Sequence[Step], gives: Sequence[Atom], limit: int) -> list[Piece]:
-    """Divides steps into pieces, with what each reads and leaves to the next."""
+def _pieces(
+    instructions: Sequence[Instruction], gives: Sequence[Atom], limit: int
+) -> list[Piece]:
+    """Divides instructions into pieces, with what each reads and leaves to the next."""
     pieces = []
     needed = set(variables(gives))
-    for part in reversed(list(_parts(steps, limit))):
-        made = dict.fromkeys(v for step in part for v in step.eqn.outvars)
-        read = dict.fromkeys(v for step in part for v in variables(step.eqn.invars))
+    for part in reversed(list(_parts(instructions, limit))):
+        made: dict[Var, None] = {}
+        read: dict[Var, None] = {}
+        for one in part:
+            made.update(dict.fromkeys(one.eqn.outvars))
+            read.update(dict.fromkeys(variables(one.eqn.invars)))
         leaves = [v for v in made if v in needed]
         reads = [v for v in read if v not in made]
-        frees = [v for v in reads if v not in needed]
+        frees = frozenset(reads) - needed
         needed.update(reads)
         pieces.append(Piece(part, reads, leaves, frees, _key(part, reads, leaves)))
     return pieces[::-1]
 
 
-def _parts(steps: Sequence[Step], limit: int) -> Iterator[list[Step]]:
-    """The steps of each piece."""
-    part: list[Step] = []
-    for step in steps:
-        if step.programs and part:
+def _parts(
+    instructions: Sequence[Instruction], limit: int
+) -> Iterator[list[Instruction]]:
+    """The instructions of each piece."""
+    part: list[Instruction] = []
+    for one in instructions:
+        if one.programs and part:
             yield part
             part = []
-        part.append(step)
-        is_end = Is.PRODUCT in traits(step.eqn) and _numbers(part) > limit
-        if step.programs or is_end:
+        part.append(one)
+        is_product = Is.PRODUCT in traits(one.eqn)
+        is_full = is_product and _numbers(part) > limit
+        if one.programs or is_full:
             yield part
             part = []
     if part:
         yield part
 
 
-def _numbers(steps: Sequence[Step]) -> int:
-    """How many numbers the results of steps have."""
-    results = (v for step in steps for v in step.eqn.outvars)
+def _numbers(instructions: Sequence[Instruction]) -> int:
+    """How many numbers the results of instructions have."""
+    results = (v for one in instructions for v in one.eqn.outvars)
     return sum(numbers_in(v.aval) for v in results if dtype_in(v) is not None)
 
 
 def _key(
-    steps: Sequence[Step], reads: Sequence[Var], leaves: Sequence[Var]
+    instructions: Sequence[Instruction], reads: Sequence[Var], leaves: Sequence[Var]
 ) -> Hashable:
-    """A key that is equal for steps that compute the same."""
+    """A key that is equal for instructions that compute the same."""
     numbers = {v: n for n, v in enumerate(reads)}
     key: list[Hashable] = [v.aval for v in reads]
-    for step in steps:
-        operands = [
+    for one in instructions:
+        operands = tuple(
             key_of_literal(v) if isinstance(v, Literal) else numbers[v]
-            for v in step.eqn.invars
-        ]
-        numbers.update({v: len(numbers) + n for n, v in enumerate(step.eqn.outvars)})
-        key.append((key_of(step.eqn), tuple(operands)))
+            for v in one.eqn.invars
+        )
+        key.append((key_of(one.eqn), operands))
+        for v in one.eqn.outvars:
+            numbers[v] = len(numbers)
     key.append(tuple(numbers[v] for v in leaves))
-    return hashable(tuple(key), steps)
+    return hashable(tuple(key), instructions)

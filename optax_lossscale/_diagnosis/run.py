@@ -14,7 +14,6 @@ import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value, notes_of
 from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
 from optax_lossscale._diagnosis.program import program_of
@@ -24,7 +23,8 @@ from optax_lossscale._diagnosis.scale import (
     InitialScale,
     first_overflow,
 )
-from optax_lossscale._diagnosis.shadow import Shadow
+from optax_lossscale._diagnosis.shadow import Argument, Shadow
+from optax_lossscale._diagnosis.value import Value, notes_of
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
 
@@ -48,24 +48,39 @@ class Run(NamedTuple):
         """The notes by what they are of, to be found in another run."""
         return {note.result: note for note in self.notes}
 
-    def is_finite(self, in_float32: bool = False) -> bool:
-        """Whether loss and gradients are finite, in the program or in float32."""
-        pairs = [result.pair for result in self.results.values()]
-        numbers = [pair.true if in_float32 else pair.low for pair in pairs]
-        return all(np.isfinite(x).all() for x in numbers)
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite as the program computes them."""
+        return all(np.isfinite(x.pair.low).all() for x in self.results.values())
+
+    @property
+    def is_finite_in_float32(self) -> bool:
+        """Whether loss and gradients are finite in float32."""
+        return all(np.isfinite(x.pair.true).all() for x in self.results.values())
+
+
+class Fit(NamedTuple):
+    """Which loss scale fits, and the run at it."""
+
+    run: Run  # the run at 1, if none fits
+    # None if the loss or float32's results are not finite, or gradients at no scale
+    scale: InitialScale | None = None
+    overflow: Note | None = None  # the cause of the first one above the largest scale
 
 
 class Runs(NamedTuple):
-    """The runs of a gradient, and which loss scale fits."""
+    """The runs of a gradient."""
 
     at_1: Run  # at a loss scale of 1
-    fitting: Run  # at the scale that fits; the run at 1, if none does
-    # None if the loss or float32's results are not finite, or gradients at no scale
-    fits: InitialScale | None = None
-    overflow: Note | None = None  # the cause of the first one above the largest scale
+    fit: Fit
     # The program in float32, with its own choices, beside float64, at the same scale as
-    # `fitting`; None if there was no need for it
-    in_float32: Run | None = None
+    # the run of `fit`. It is None if nothing was in doubt.
+    in_float32: Run | None
+
+    @property
+    def fitting(self) -> Run:
+        """The run at the scale that fits, or at 1 if none does."""
+        return self.fit.run
 
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
@@ -77,74 +92,79 @@ class Runs(NamedTuple):
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
     program = program_of(gradient.jaxpr, Place())
-    runs = _as_written(Shadow(program, gradient.arguments, AS_WRITTEN), gradient)
-    if _is_in_doubt(runs.fitting):
-        with jax.enable_x64(True):
-            shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
-            in_float32 = _run(shadow, gradient, runs.fitting.scale)
-        return runs._replace(in_float32=in_float32)
-    return runs
+    shadow = Shadow(program, gradient.arguments, AS_WRITTEN)
+    at_1 = _run(shadow, gradient, 1.0)
+    fit = _fit(shadow, gradient, at_1)
+    if not _is_in_doubt(fit.run):
+        return Runs(at_1, fit, None)
+    with jax.enable_x64(True):
+        shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
+        return Runs(at_1, fit, _run(shadow, gradient, fit.run.scale))
 
 
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
-    results = notes_of(run.results.values())
-    return any(note.error > TOLERANCE or not note.is_finite for note in results) or any(
-        note.decided or (note.off_share > FIFTH and not note.is_backward)
-        for note in run.notes
-    )
+    for note in notes_of(run.results.values()):
+        if note.error > TOLERANCE or not note.is_finite:
+            return True
+    for note in run.notes:
+        is_off_inside = note.off_share > FIFTH and not note.is_backward
+        if note.decided or is_off_inside:
+            return True
+    return False
 
 
-def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
-    """The runs of the program as it is."""
-    at_1 = _run(shadow, gradient, 1.0)
-    runs = Runs(at_1, at_1)
-    if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
-        return runs
-    first, overflow = first_overflow(at_1.notes, 1.0)
-    runs = runs._replace(overflow=overflow)
+def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
+    """Which scale fits, by the run at a loss scale of 1 and perhaps further ones."""
+    if not at_1.is_finite_in_float32 or not np.isfinite(at_1.loss.pair.low):
+        return Fit(at_1)
+    first, overflow = first_overflow(at_1.notes, at_1.scale)
+    scale = None
     if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
-        return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
-    if at_1.is_finite():
-        return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))
-    return runs
+        # A scale of 1 fits if no other does.
+        if at_1.is_finite:
+            scale = _initial_scale(0, 0)
+        exponent = min(first - 1, HIGHEST) - MARGIN
+        return _confirmed(shadow, gradient, Fit(at_1, scale, overflow), exponent)
+    if at_1.is_finite:
+        scale = _initial_scale(first - 1 - MARGIN, first - 1)
+    return Fit(at_1, scale, overflow)
 
 
-def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> Runs:
-    """Adds the run at the scale that fits: 2**exponent, if the pass is linear."""
+def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
+    """The fit that a run at it confirms, or `fit` if there is none.
+
+    2**exponent fits if the backward pass is linear in the scale. If it is not, the next
+    try is at the scale that the magnitudes of this run suggest.
+    """
     most = HIGHEST  # the exponent of the largest scale that may still fit
-    # A scale of 1 fits if none of those below does.
-    if runs.at_1.is_finite():
-        runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
-        if not run.is_finite():
+        if not run.is_finite:
             most = exponent - 1
             exponent -= 2 * MARGIN
             continue
         # The magnitudes of this run give the largest scale to the bit.
         first, overflow = first_overflow(run.notes, run.scale)
         largest = max(min(first - 1, most), exponent)
-        runs = runs._replace(
-            fitting=run,
-            fits=_fits(min(exponent, largest - MARGIN), largest),
-            overflow=overflow or runs.overflow,
-        )
-        is_linear = largest - MARGIN <= exponent + 1
+        fitting = largest - MARGIN
+        scale = _initial_scale(min(exponent, fitting), largest)
+        fit = Fit(run, scale, overflow or fit.overflow)
+        is_linear = fitting <= exponent + 1
         if is_linear or overflow is None:  # or nothing is left that could overflow
             break
-        exponent = largest - MARGIN
-    return runs
+        exponent = fitting
+    return fit
 
 
-def _fits(exponent: int, largest: int) -> InitialScale:
+def _initial_scale(exponent: int, largest: int) -> InitialScale:
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
-    results, notes = shadow(np.asarray(scale, np.float32))
-    loss, *others = results
+    seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
+    (loss, *others), notes = shadow(seed)
     names = [one.name for one in gradient.arguments if one.is_parameter]
     grads = dict(zip(names, others, strict=False))
     return Run(scale, loss, grads, others[len(names) :], notes)

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import ALL, Note, limits
+from optax_lossscale._diagnosis.value import Value
 
 HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
@@ -74,18 +74,19 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
       notes: the notes of a run.
       scale: the loss scale of that run.
     """
-    room = {
-        note: math.log2(limits(note.dtype)[0] / note.largest)
-        for note in notes
-        if note.is_backward
-        and note.largest
-        and jnp.issubdtype(note.dtype, jnp.floating)
-    }
+    room = {}  # of each result, the bits up to an overflow
+    for note in notes:
+        is_real = jnp.issubdtype(note.dtype, jnp.floating)
+        if note.is_backward and note.largest and is_real:
+            infinite, _ = limits(note.dtype)
+            room[note] = math.log2(infinite / note.largest)
     first = min(room, key=room.__getitem__, default=None)
-    exponent = math.inf if first is None else room[first] + math.log2(scale)
-    if first is None or exponent > HIGHEST:
+    if first is None:
         return HIGHEST + 1, None
-    return math.ceil(exponent), _made_large(first)
+    exponent = math.ceil(room[first] + math.log2(scale))
+    if exponent > HIGHEST:
+        return HIGHEST + 1, None
+    return exponent, _made_large(first)
 
 
 def _made_large(note: Note) -> Note:
@@ -123,20 +124,22 @@ def underflow(
     groups: dict[str, list[np.ndarray]] = defaultdict(list)
     for name, value in at_1.items():
         if name in determined:
-            columns = _lost_and_left(value, fitting[name])
-            for group in (ALL, without_numbers(name)):
-                groups[group].append(columns)
+            columns = _sizes_lost_left(value, fitting[name])
+            groups[ALL].append(columns)
+            groups[without_numbers(name)].append(columns)
     found = {}
     for group, parts in groups.items():
-        sizes, *gone = np.concatenate(parts, axis=1)
+        sizes, lost, left = np.concatenate(parts, axis=1)
         sizes = sizes[sizes > 0]
-        lost, left = (float(which.sum()) / max(sizes.size, 1) for which in gone)
-        if max(lost, left) > NOTABLE:
-            found[group] = Underflow(lost, left, _bits(sizes))
+        count = max(sizes.size, 1)
+        share_lost = float(lost.sum()) / count
+        share_left = float(left.sum()) / count
+        if max(share_lost, share_left) > NOTABLE:
+            found[group] = Underflow(share_lost, share_left, _bits(sizes))
     return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 
-def _lost_and_left(at_1: Value, fitting: Value) -> np.ndarray:
+def _sizes_lost_left(at_1: Value, fitting: Value) -> np.ndarray:
     """The sizes in float32 of a gradient's numbers, and which are lost and left so.
 
     Those that no scale keeps have a size of 0.

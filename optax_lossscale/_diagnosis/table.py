@@ -16,7 +16,9 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 
 
 class Table(NamedTuple):
-    """A row for each computed result of the gradient, in the program's order; print it.
+    """A row for each computed result of the gradient, in the program's order.
+
+    Print it for the table.
 
     Attributes:
       rows: in a loop, the round in which the equation is off the most, but with the
@@ -48,6 +50,7 @@ def rounds_of(notes: Sequence[Note]) -> Iterable[list[Note]]:
 
 
 def _cells(row: Note) -> tuple[str, ...]:
+    """The cells of a row, under `_TITLES`."""
     return (
         row.source,
         ", ".join(filter(None, [row.layer, *map(str, row.rounds)])),

@@ -1,10 +1,11 @@
 """An equation as it would be if the program had been written in wider floats.
 
 `in_wide(eqn, ins, FLOAT32)` applies an equation of the program to operands that are
-float32 where the program's are narrower; with `FLOAT64`, to wider ones still. Most
-operations accept them; those whose parameters name a narrower dtype, such as a cast,
-get the wide one there. An equation that computes in its own dtypes nevertheless, such
-as a kernel written for float16, gets operands in these, and is said to have done so.
+float32 where the program's are narrower; with `FLOAT64`, to wider ones still. Products
+then have all the digits of the wider dtype. Most operations accept wider operands, if
+parameters that name a narrower dtype, as a cast has, name the wider one. An equation
+that is *fixed*, such as a kernel, runs in the dtypes that it was traced in, whatever it
+is given.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._diagnosis.equations import dtypes_of
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import TABLE, Is, traits
 from optax_lossscale._programs.values import (
     Array,
     dtype_in,
@@ -25,16 +26,19 @@ from optax_lossscale._programs.values import (
     in_dtypes,
     is_inexact_dtype,
     is_narrow_dtype,
-    shape_in,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
+from optax_lossscale._programs.walk import carried_by
+
+# On some devices, a product of float32 has fewer digits by default than float32 has.
+_ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 @functools.cache
 def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
-    """`wide` for narrower floats; complex64 becomes complex128 beside float64.
+    """`wide` for narrower floats, and complex128 for complex64 beside float64.
 
-    All other dtypes stay as they are; and every one does if `wide` is None.
+    All other dtypes stay as they are, and every one does if `wide` is None.
     """
     if wide is None or not is_inexact_dtype(dtype):
         return dtype
@@ -46,12 +50,54 @@ def widened(x: Array, wide: np.dtype | None) -> Array:
     return in_dtype(wide_dtype(dtype_in(x), wide), x)
 
 
-def narrows(eqn: JaxprEqn, wide: np.dtype | None) -> bool:
-    """Whether an equation, or one in a program that it holds, has a narrower value."""
-    return any(wide_dtype(dtype, wide) != dtype for dtype in dtypes_of(eqn))
+def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[Array]:
+    """The results of an equation for wide operands, or as it is if `wide` is None."""
+    if wide is None:
+        return _applied(eqn, ins)
+    if runs_no_rounds(eqn):
+        carried = carried_by(eqn)
+        carry = ins[carried.start : carried.stop]
+        stacks = _as_traced(eqn, ins, wide)[len(carry) :]
+        return [*carry, *stacks]
+    if _is_fixed(eqn) or Is.OF_BITS in traits(eqn):
+        return _as_traced(eqn, ins, wide)
+    return _rewritten(eqn, ins, wide)
 
 
-def applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
+def stays_narrow(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes in 16 bits or fewer, although it is given wide floats.
+
+    One that reads or makes the bits of a number does so by intention, as the bits of a
+    random number differ in another dtype. It does not count.
+    """
+    if not _is_fixed(eqn) or runs_no_rounds(eqn):
+        return False
+    return any(map(is_narrow_dtype, dtypes_of(eqn)))
+
+
+def _is_fixed(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs in no dtypes but those it was traced in, so far as known.
+
+    A program that it holds is traced in them. Only that of a scatter can be left out.
+    """
+    is_unknown = name_of(eqn) not in TABLE
+    if is_unknown or Is.OPAQUE in traits(eqn):
+        return True
+    leaves = jax.tree.leaves(list(params_of(eqn).values()))
+    return any(map(is_program, leaves)) and not _is_scatter(eqn)
+
+
+def runs_no_rounds(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop over no rows, which returns the state it is given."""
+    return Is.SCANS in traits(eqn) and eqn.params["length"] == 0
+
+
+def _is_scatter(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds the program by which it joins numbers, as scatters do."""
+    return "update_jaxpr" in eqn.params
+
+
+def _applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
     """Applies an equation to arrays that may differ along all axes of the mesh."""
     if Is.VARIES not in traits(eqn):
         return bind(eqn, ins)
@@ -60,33 +106,11 @@ def applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
     return list(ins)
 
 
-def in_wide(
-    eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
-) -> tuple[list[Array], bool]:
-    """The results of an equation for wide operands, or as it is if `wide` is None.
-
-    Also returns whether it computed in its own dtypes all the same, as kernels do.
-    """
-    if not narrows(eqn, wide):
-        return applied(eqn, ins), False
-    # Such as the bits of a random number, which differ in another dtype
-    if Is.OF_BITS in traits(eqn):
-        return _as_written(eqn, ins, wide), False
-    expected = [(wide_dtype(dtype_in(v), wide), shape_in(v)) for v in eqn.outvars]
-    try:
-        results = _rewritten(eqn, ins, wide)
-    except (TypeError, ValueError, NotImplementedError):
-        return _as_written(eqn, ins, wide), True
-    if [(x.dtype, x.shape) for x in results] != expected:
-        return _as_written(eqn, ins, wide), True
-    return results, False
-
-
-def _as_written(
+def _as_traced(
     eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
 ) -> list[Array]:
     """The results in the equation's own dtypes, to which operands are cast, widened."""
-    results = applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
+    results = _applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
     return [widened(x, wide) for x in results]
 
 
@@ -95,19 +119,17 @@ def _rewritten(
 ) -> list[Array]:
     """The results of an equation whose parameters name `wide` for narrower dtypes."""
     params = dict(eqn.params)
-    if "update_jaxpr" in params:  # a scatter, whose function traces that anew
-        del params["update_jaxpr"], params["update_consts"]
-        function = getattr(lax, name_of(eqn).replace("-", "_"))
-        return [function(*ins, **params)]
-    leaves = jax.tree.leaves(list(params_of(eqn).values()))
-    if Is.OPAQUE in traits(eqn) or any(map(is_program, leaves)):
-        raise NotImplementedError
     # `reduce_precision` to that of a narrower dtype rounds nothing in a wide one.
     if "mantissa_bits" in params and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(ins)
-    if not isinstance(params.get("precision"), (tuple, lax.Precision, type(None))):
-        params["precision"] = None  # an algorithm for narrower operands
+    if "precision" in params:
+        params["precision"] = _ALL_DIGITS
     for key, value in params.items():
         if isinstance(value, np.dtype):
             params[key] = wide_dtype(value, wide)
-    return applied(eqn.replace(params=params), ins)
+    if not _is_scatter(eqn):
+        return _applied(eqn.replace(params=params), ins)
+    # Its function traces the program that it holds anew.
+    del params["update_jaxpr"], params["update_consts"]
+    function = getattr(lax, name_of(eqn).replace("-", "_"))
+    return [function(*ins, **params)]

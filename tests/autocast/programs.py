@@ -101,8 +101,7 @@ def widely(eqn, ins):
         eqn
     ):  # on devices, where `in_wide` has stacks of all of them
         return bind(eqn, ins)
-    results, _ = in_wide(eqn, ins, FLOAT32)
-    return results
+    return in_wide(eqn, ins, FLOAT32)
 
 
 SMALLEST = 2.0**-25  # half its smallest number

@@ -891,6 +891,27 @@ def test_a_line_that_widens_both_operands_is_named_with_those_that_follow_it():
     assert all(f"test_truth.py:{line} " in found.advice[0] for line in lines)
 
 
+def in_one_line(w, wide, x):
+    return (x @ w).sum(-1, keepdims=True) + x @ wide
+
+
+def in_two_lines(w, wide, x):
+    y = (x @ w).sum(-1, keepdims=True)
+    return y + x @ wide
+
+
+@pytest.mark.parametrize("function", [in_one_line, in_two_lines])
+def test_a_product_that_is_widened_is_named_whatever_is_on_its_line(function):
+    def loss_fn(params, x):
+        return square(function(*params, x))
+
+    params = normal(16, 16).astype(F16), normal(16, 1600)
+    found = ols.diagnose(loss_fn, params, normal(32, 16).astype(F16))
+    assert found.verdict.startswith("Hardly anything is computed in 16 bits: 99.0%")
+    line = function.__code__.co_firstlineno + (1 if function is in_one_line else 2)
+    assert f"test_truth.py:{line} " in found.advice[0]
+
+
 def test_nobody_is_advised_to_narrow_what_was_cast_as_advised():
     def loss_fn(w, x):
         z = x.astype(F16) @ w.astype(F16)

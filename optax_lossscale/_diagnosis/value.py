@@ -1,0 +1,42 @@
+"""A value of the program: its numbers in a pair, and the note about them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_lossscale._diagnosis.notes import Note, note_of
+from optax_lossscale._diagnosis.pairs import Pair
+from optax_lossscale._programs.values import Array, is_float
+
+
+class Value(NamedTuple):
+    """A value of the program with its note, which a constant does not have."""
+
+    pair: Pair
+    note: Note | None = None
+    parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
+
+    def each(self, function: Callable[[Any], Array]) -> "Value":
+        """Applies a function to both arrays of the pair, and keeps the note of all."""
+        return Value(jax.tree.map(function, self.pair), self.note)
+
+
+def notes_of(values: Iterable[Value]) -> list[Note]:
+    """The notes of those values that have one."""
+    return [value.note for value in values if value.note is not None]
+
+
+def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
+    """A value whose numbers were moved from others, with a note about it alone."""
+    reads = notes_of(others)
+    if not reads:
+        return Value(pair)
+    first = reads[0]
+    if not is_float(pair.low):
+        return Value(pair, first)
+    with np.errstate(over="ignore"):
+        figures = pair.compared().figures
+    place = first.place.moved
+    return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))

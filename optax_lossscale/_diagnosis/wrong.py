@@ -1,0 +1,235 @@
+"""Which results are wrong, and why: the loss and gradients, or else a value inside.
+
+A result is wrong if it is off from float32 by more than 5%, unless float32 does not
+determine it: that is, float32 is off from float64 as well, as for the gradient of a
+bias before a normalization, which is nothing but rounding.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
+from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.notes import (
+    A_VALUE_INSIDE,
+    FIFTH,
+    THE_LOSS,
+    Note,
+    all_before,
+    limits,
+)
+from optax_lossscale._diagnosis.run import Run, Runs
+from optax_lossscale._diagnosis.value import notes_of
+
+# The least size to compare: smaller numbers may lack digits in float32.
+_COMPARABLE = 2.0**-100
+# Of a result that is 0 in float32, these say that two things are to be equal.
+_OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
+_FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
+_NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
+
+
+class Wrong(NamedTuple):
+    """A result that is off from float32, and why.
+
+    Attributes:
+      name: "the loss", the parameter whose gradient it is, or "a value inside".
+      off: how far it is from float32's, relative to it. It is 1 if only float32's is 0,
+        and infinite if either is not finite. Of a value inside, it is the share of its
+        numbers that are off by more than 5%. If `how` is "is not linear", it is how far
+        the loss scale changes the result.
+      how: what the equation at fault does to the numbers: "overflows", "vanishes",
+        "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
+        "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
+        at fault.
+      place: the equation at fault.
+      rounded: the values in 16 bits to whose rounding that equation is sensitive: the
+        results of the nearest products, and what lies between these and the equation.
+      is_inner: whether it is in a derivative that the loss function itself takes.
+      is_in_float32: whether the result is not finite in float32 either.
+    """
+
+    name: str
+    off: float
+    how: How
+    place: Note
+    rounded: tuple[Note, ...] = ()
+    is_inner: bool = False
+    is_in_float32: bool = False
+
+    @property
+    def because(self) -> str:
+        """The equation at fault and what it does, as the end of a sentence."""
+        if self.how is How.ADDS_UP:
+            return "rounding adds up over many lines"
+        if self.place.is_argument:
+            return f"there are NaNs or infinities in {self.place}"
+        return f"{self.place} {self.how}"
+
+
+def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
+    """How far the loss and gradients are off, by name, and which of them are wrong.
+
+    A result that float32 does not determine is in neither. Of those that are wrong, the
+    loss comes first, and then the gradient that is off the most.
+    """
+    run = runs.fitting
+    off = {}
+    wrong = []
+    for name, value in run.results.items():
+        note = value.note
+        if note is None:  # it is a constant, and so exact
+            if name == THE_LOSS:
+                off[name] = 0.0
+        elif not note.is_finite:
+            cause = _cause_of_infinity(runs, name, note)
+            wrong.append(_wrong(name, math.inf, cause, run))
+        elif _can_be_judged(runs, name, note):
+            how_far, cause = _off_and_cause(runs, name, note)
+            if cause is None:
+                off[name] = how_far
+            elif note.typical or cause.how not in _OF_DIFFERENCES:
+                off[name] = how_far
+                wrong.append(_wrong(name, how_far, cause, run))
+    wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
+    return off, wrong
+
+
+def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
+    """The first value inside of which a fifth is off, as is a value computed from it.
+
+    A value does not count if float32 does not determine it, if all that is computed
+    from it is below float16's normal numbers in a program of float16, or if no result
+    is computed from it, as of a loop's condition. What the loss function returns beside
+    the loss counts by itself, and also if it is not finite.
+
+    Args:
+      runs: the runs of the gradient.
+      dtypes: the dtypes of 16 bits and fewer that the program computes in.
+    """
+    run = runs.fitting
+    aux = notes_of(run.aux)
+    for note in aux:
+        if note.bad:
+            return [_wrong(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+    spread = _spread(runs)
+    least = limits(np.float16)[1] if np.float16 in dtypes else 0.0
+    counts = {
+        read
+        for note in [*spread, *aux]
+        if note.typical >= least
+        for read in all_before(note.reads, _if_moved)
+    }
+    for note in spread:
+        if note in counts:
+            return [_wrong(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
+    return []
+
+
+def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+    """A result that is wrong, as the report has it."""
+    at = cause.note
+    # The loss depends on a derivative inside of its function, and not on one in a rule
+    # for the backward pass.
+    is_before_the_loss = at in all_before(notes_of([run.loss]))
+    is_derivative = at.place.is_derivative and not at.is_backward
+    return Wrong(
+        name,
+        off,
+        cause.how,
+        place=at.row,
+        rounded=tuple(note.row for note in cause.rounded),
+        is_inner=is_derivative and is_before_the_loss,
+        is_in_float32=cause.is_in_float32,
+    )
+
+
+# --- the loss and gradients ---
+
+
+def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
+    """Why a result is not finite in float32 if that makes the choices of the program.
+
+    By its own choices, float32 may be finite. Then the first number that 16 bits do not
+    hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
+    """
+    if runs.in_float32:
+        by_own_choices = runs.in_float32.results[name].pair.low
+        if np.isfinite(by_own_choices).all():
+            before = set(all_before([note]))
+            for one in runs.fitting.notes:
+                if one.bad and one in before:
+                    return cause_of(one)
+    return cause_in_float32(note)
+
+
+def _can_be_judged(runs: Runs, name: str, note: Note) -> bool:
+    """Whether the loss or a gradient is bad, or float32 determines it."""
+    if note.bad or not runs.in_float32:
+        return True
+    return _determines(runs.in_float32.results[name].note, note)
+
+
+def _determines(in_float32: Note | None, note: Note) -> bool:
+    """Whether float32 determines a value so well that 16 bits can be wrong about it.
+
+    So float32 is off from float64 by 5% at most, or by far less than 16 bits are from
+    float32, unless nothing is right in it.
+
+    Args:
+      in_float32: the note of the value in float32 beside float64, if there is one.
+      note: its note in 16 bits beside float32.
+    """
+    far_less = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
+    return in_float32 is None or in_float32.error <= max(TOLERANCE, far_less)
+
+
+def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
+    """How far the loss or a gradient is off, and why; None for one that is right."""
+    if note.error > TOLERANCE:
+        return note.error, cause_of(note)
+    run = runs.fitting
+    off = _out_of_proportion(runs.at_1.results[name].note, note, run.scale)
+    if off <= TOLERANCE:
+        return note.error, None
+    at_1 = runs.at_1.by_result
+    for one in run.notes:
+        if _out_of_proportion(at_1.get(one.result), one, run.scale) > TOLERANCE:
+            return off, Cause(How.IS_NOT_LINEAR, one)
+    return off, Cause(How.IS_NOT_LINEAR, note)
+
+
+def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
+    """How far a result in float32 is from being in proportion to the loss scale."""
+    if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
+        return 0.0
+    return abs(note.typical / (at_1.typical * scale) - 1)
+
+
+# --- values inside ---
+
+
+def _spread(runs: Runs) -> list[Note]:
+    """The values of which a fifth is off, that results depend on, and float32 determines.
+
+    Those of the backward pass are not among them.
+    """
+    run = runs.fitting
+    used = set(all_before(notes_of([*run.results.values(), *run.aux])))
+    in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
+    spread = []
+    for note in run.notes:
+        if note not in used or note.is_backward or note.off_share <= FIFTH:
+            continue
+        beside = in_float32.get(note.result)
+        if beside is None or beside.off_share <= FIFTH or _determines(beside, note):
+            spread.append(note)
+    return spread
+
+
+def _if_moved(note: Note) -> Sequence[Note]:
+    """What a loop moved, if a note is about that. The note of an equation has nothing."""
+    return () if note.is_computed else note.reads
