@@ -89,6 +89,7 @@ def test_bad_arguments_are_named(arguments, capsys):
     assert arguments[0] in captured.err
 
 
+@pytest.mark.slow
 def test_its_step_depends_on_the_loss_scale_in_nothing(small_model):
     tx, step = demo.make_train_step(*demo.RUNS["float16, dynamic scale"], 60)
     text = np.frombuffer(b"To be, or not to be, that is the question. " * 9, np.uint8)

@@ -855,6 +855,7 @@ def test_a_custom_jvp_that_sums_many_tangents():
     holds(lambda p, x: f(jnp.tile(x, (16, 1)) @ p["w"], p["w"]) @ p["v"])
 
 
+@pytest.mark.slow
 def test_a_custom_vjp_whose_forward_pass_jax_optimizes():
     @jax.custom_vjp
     def f(w, x):

@@ -195,7 +195,11 @@ def test_so_does_each_level_of_two_kinds_by_turns(pair):
     assert_linear(functools.partial(nested, pair), depths)
 
 
-@pytest.mark.parametrize("holder", [None, cond, checkpoint], ids=name_of)
+@pytest.mark.parametrize(
+    "holder",
+    [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (cond, checkpoint))],
+    ids=name_of,
+)
 def test_a_function_that_is_called_by_many_is_read_once(holder):
     """Though it would be millions of equations, were each call a copy."""
     assert_linear(functools.partial(called_twice, holder), (10, 15, 20))

@@ -362,7 +362,13 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "total" else name
+        for name in SPOILED
+    ],
+)
 def test_a_loss_that_16_bits_spoil_is_not_called_fine_and_its_line_is_named(name):
     function, params, x = spoiled(name)
     how, line = SPOILED[name]
@@ -573,7 +579,8 @@ def devices_mesh():
     return jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("device", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [0, 2])
 def test_each_device_follows_the_branch_that_it_chooses(device):
     def large(y):
         return y * F16(3e3) * F16(3e3)

@@ -382,6 +382,7 @@ def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
     assert [one.name for one in found.wrong] == ["a"]
 
 
+@pytest.mark.slow
 @quick("model", {model: model for model in SCALES}, "perceptron", "gate")
 def test_the_share_that_is_lost_is_what_counting_gives(model, monkeypatch):
     loss_fn, params, *batch = HEALTHY[model]()
@@ -474,6 +475,7 @@ def test_gradients_that_vanish_inside_are_named_whatever_the_scale():
     assert all(f"test_truth.py:{line} " in one.place.source for one in found.wrong)
 
 
+@pytest.mark.slow
 def test_what_float32_does_not_know_either_is_no_error():
     """A bias before a normalization has no gradient but rounding, nor has one of all keys."""
     found = ols.diagnose(*normalized())
@@ -1023,6 +1025,7 @@ def test_a_solver_that_stays_in_16_bits_is_told():
     assert len(found.not_compared) == 1
 
 
+@pytest.mark.slow
 def test_elements_of_a_batch_may_leave_a_loop_at_different_times():
     def powers(x, w, steps):
         goes_on = lambda carry: carry[0] < steps
@@ -1126,6 +1129,7 @@ CHOOSING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CHOOSING)
 def test_what_float32_gives_by_its_own_choices_is_said(model, monkeypatch):
     loss_fn, params, x, chooses = CHOOSING[model]

@@ -124,6 +124,7 @@ def test_what_a_loop_stacks_may_cross_the_border_of_a_shard_map(stacks_inside):
     assert found.loss_in_float32 == pytest.approx(8.8, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_a_shard_map_may_be_inside_of_another():
     auto = jax.sharding.AxisType.Auto

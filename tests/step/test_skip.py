@@ -394,7 +394,9 @@ def test_a_step_runs_under_jaxs_strictest_settings(rule):
         assert state.should_apply
 
 
-@pytest.mark.parametrize("way", [jax.grad, jax.jacfwd])
+@pytest.mark.parametrize(
+    "way", [jax.grad, pytest.param(jax.jacfwd, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("skip", "loss_scale"),
     [

@@ -787,6 +787,7 @@ def test_a_name_of_no_axis_is_refused_in_words(name):
     assert is_refused(name, around=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "door", ["update", "value", "LossScale.update", "HeadroomLossScale.update"]
 )

@@ -142,6 +142,7 @@ def rows(report):
     return {first: others for first, *others in cells}
 
 
+@pytest.mark.slow
 def test_the_report_of_a_gpu_has_a_row_for_all_that_is_measured_and_all_that_fails(
     monkeypatch, capsys
 ):

@@ -109,6 +109,7 @@ def test_the_check_costs_one_read_of_the_gradients(loss_scale, inner, dtype):
     assert conditionals(ours) == 1
 
 
+@pytest.mark.slow
 @pairwise(
     loss_scale={"none": None, "fixed": 128, "dynamic": ols.DynamicLossScale()},
     inner=OPTIMIZERS,

@@ -37,6 +37,7 @@ def programs(path):
 FRAMEWORKS = programs("docs/frameworks.md")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
 @pytest.mark.parametrize(
     "program",

@@ -92,6 +92,7 @@ def step_and_arguments(name):
     return train_step, args
 
 
+@pytest.mark.slow
 @quick("name", {name: name for name in STEPS}, "policy_gradient")
 def test_the_step_depends_on_the_loss_scale_in_nothing(name):
     train_step, args = step_and_arguments(name)
@@ -111,6 +112,7 @@ def test_a_step_that_forgets_the_loss_scale_is_found(name, monkeypatch):
         ols.testing.assert_scale_invariant(*STEPS[name]())
 
 
+@pytest.mark.slow
 @each_program
 def test_every_matrix_product_is_in_float16(name):
     train_step, args = step_and_arguments(name)

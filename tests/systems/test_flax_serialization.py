@@ -137,6 +137,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_in_whichever_order_the_two_are_imported(order):
     script = """

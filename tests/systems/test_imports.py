@@ -40,6 +40,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", WITHOUT.values(), ids=WITHOUT)
 def test_the_package_is_imported_and_takes_a_step_without(without):
     script = """

@@ -528,6 +528,7 @@ def test_a_right_step_is_not_accused(name):
     ols.testing.assert_survives_overflow(step, *arguments)  # they are as they were
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
 )

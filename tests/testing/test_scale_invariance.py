@@ -511,6 +511,7 @@ def two_optimizers(loss_scales, right=True):
     return step, params, [tx.init(PARAMS) for tx in txs], X
 
 
+@pytest.mark.slow
 def test_a_loss_scale_of_none_does_not_count():
     """There is nothing to vary, and in an overflow its gradients overflow, too."""
     for loss_scales in ([None, None], [None, "dynamic"], [128, None, "dynamic"]):
