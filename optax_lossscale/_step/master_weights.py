@@ -23,12 +23,12 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.validation import check_transformation, shown
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.missing_gradients import completed, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
-from optax_lossscale._step.update import check_update_shape
+from optax_lossscale._step.update import as_transformation, check_update_shape
 
 # The names of states of Optax's wrappers that compute other updates from those of the
 # transformation inside them; names, as in `get.py`
@@ -75,7 +75,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def with_master_weights(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
@@ -146,8 +146,7 @@ def with_master_weights(
       0.0
       0.001953
     """
-    check_transformation("inner", inner)
-    inner_tx = optax.with_extra_args_support(inner)
+    inner_tx = optax.with_extra_args_support(as_transformation(inner))
 
     def init(params):
         wide_params = jax.tree.map(at_least_float32, params)

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
-from optax_lossscale._arrays.validation import check_transformation, refuse
+from optax_lossscale._arrays.validation import refuse
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
@@ -26,6 +26,7 @@ from optax_lossscale._step.gradient import (
 from optax_lossscale._step.mask import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
+from optax_lossscale._step.update import as_transformation
 
 
 class _Update(Protocol):
@@ -279,15 +280,11 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    check_transformation("inner", inner)
-    if isinstance(inner, optax.MultiSteps):
-        # Its own `gradient_transformation` would drop the loss and extra arguments.
-        update: Any = inner.update
-        inner = optax.GradientTransformationExtraArgs(inner.init, update)
+    inner_tx = as_transformation(inner)
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
         refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
     check_mask(mask)
-    step = ScaledStep(inner, get(loss_scale), axis_name, mask, branch, skip)
+    step = ScaledStep(inner_tx, get(loss_scale), axis_name, mask, branch, skip)
     return LossScaledTransformation(step.init, step)
