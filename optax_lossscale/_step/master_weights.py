@@ -208,16 +208,24 @@ def check_nothing_follows(state: Any) -> None:
     if _is_state(state) or not find_nodes(_is_state, state):
         return
     parts = _parts(state)
-    is_followed = _is_chain(state) and find_nodes(_is_state, parts[:-1])
-    if is_followed or name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
-        raise ValueError(
-            "with_master_weights is followed by other transformations in optax.chain, "
-            f"or is inside one, here one with a {type(state).__name__} as its state, "
-            "which change where its updates take the parameters: give it the whole "
-            "optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
+    if _is_chain(state) and find_nodes(_is_state, parts[:-1]):
+        raise _not_outermost(
+            "is followed by other transformations in optax.chain, which change"
+        )
+    if name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
+        raise _not_outermost(
+            f"is inside the transformation with a {type(state).__name__}, which changes"
         )
     for part in parts:
         check_nothing_follows(part)
+
+
+def _not_outermost(fault: str) -> ValueError:
+    """The error for `with_master_weights` that is not around the whole optimizer."""
+    return ValueError(
+        f"with_master_weights {fault} where its updates take the parameters: give it "
+        "the whole optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
+    )
 
 
 def _is_chain(state: Any) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._arrays.precision import T, is_array_leaf, is_inexact_leaf, strong
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import variable_ids, without_variables
 from optax_lossscale._step.state import wrapper_states
 
@@ -66,19 +67,23 @@ def where_applied(state: Any, new: T, old: T) -> T:
     def chosen(old, new):
         if not is_array_leaf(old):
             return new
+        if not is_array_leaf(new):
+            raise ValueError(f"new has {shown(new)} where old has an array")
         old = strong(old)
         new = jnp.asarray(new)
         _check_holds(old, new)
         return lax.select(should_apply, strong(new, old.dtype), old)
 
     arrays = jax.tree.map(chosen, without_variables(old), without_variables(new))
+    # The structure of `old` puts the arrays into new variables where it has variables.
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
 
 
 def _check_holds(old: jax.Array, new: jax.Array) -> None:
-    """Raises a `TypeError` if the dtype of `old` does not hold the numbers of `new`.
+    """Raises a `TypeError` if the dtype of `old` holds no numbers such as those of `new`.
 
-    Only floats may be rounded, to narrower ones.
+    Floats hold integers, and complex numbers hold both, even if they round them. But
+    integers hold neither floats nor wider integers.
     """
     if is_inexact_leaf(new) and not is_inexact_leaf(old):
         raise TypeError(
