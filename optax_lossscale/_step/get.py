@@ -35,7 +35,8 @@ def get(identifier: LossScaleLike) -> LossScale:
       identifier: one of the following:
 
         - `"dynamic"`: a `DynamicLossScale`, with its defaults.
-        - `"headroom"`: a `HeadroomLossScale`, which suits gradients that are rare.
+        - `"headroom"`: a `HeadroomLossScale`, which suits short runs, and gradients that
+          are zero at most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` of it.
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: itself.

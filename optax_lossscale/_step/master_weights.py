@@ -6,8 +6,8 @@ A step joins both to the float32 number, lets the inner optimizer update that, a
 splits it again. The update that it returns is the difference of the rounded numbers.
 
 `with_loss_scale` around this transformation passes it all parameters in float32, which
-do not show which of them have 16 bits. In `init`, `with_rests` makes their
-rests; in a step, the rests in the state show it.
+do not show which of them have 16 bits. In `init`, `with_rests` makes the rests of those
+that have; in a step, the rests in the state show which they are.
 """
 
 from collections import OrderedDict
@@ -278,8 +278,8 @@ def _check_arguments(state: Any, params: Any) -> None:
         )
     has_narrow = any(map(is_narrow_leaf, jax.tree.leaves(params)))
     has_rests = bool(jax.tree.leaves(state.master_weights))
-    # Rests beside parameters in float32 alone are no contradiction: with_loss_scale
-    # passes all parameters in float32. It compares the rests with their own dtypes.
+    # `with_loss_scale` passes all parameters in float32, after it has compared the rests
+    # with the parameters' own dtypes. So rests beside float32 alone are no fault.
     if has_narrow or not has_rests:
         rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
         _check_rests(state.master_weights, rests)

@@ -50,16 +50,16 @@ class LossScaleState(NamedTuple):
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
 
-    One of `nnx` variables that is in several places is returned once.
+    A state that several places hold, made of the same variables, is returned once.
     """
     states = find_nodes(lambda x: isinstance(x, LossScaleState), state)
     return [without_variables(x) for x in distinct_nodes(states)]
 
 
 def wrapper_state(state: Any) -> LossScaleState | None:
-    """The `LossScaleState` in an optimizer state with one loss scale, or None.
+    """The `LossScaleState` around the one loss scale in a state.
 
-    A loss scale alone has none.
+    None if there is none around it, as for a loss scale by itself.
     """
     return next(iter(wrapper_states(state)), None)
 

@@ -35,7 +35,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """The inner update of one step, and the form of its result."""
+    """The inner update of one step, and what a skipped step has to know about it."""
 
     inner: optax.GradientTransformation
     extra_args: Mapping[str, Any]  # passed on to the inner update

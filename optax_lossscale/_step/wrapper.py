@@ -182,6 +182,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
     """Raises a `TypeError` unless the arguments of `minimize` are in its order."""
+    # The state in an `nnx.Optimizer` is one of variables.
     is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
     if callable(loss_fn) and is_state and not isinstance(params, LossScaleState):
         return
@@ -236,9 +237,9 @@ def with_loss_scale(
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
         decide together. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
-        a function that returns one for them. Leaves marked False are neither unscaled
-        nor checked. It is for leaves whose gradient carries their new value, such as
-        Flax's float8 scales, with which `inner` overwrites them: `mask={"params": True,
+        a function that returns one for them. Gradients marked False are neither unscaled
+        nor checked. That is for those that carry the new value of their parameter, with
+        which `inner` overwrites it, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
         in each kernel that computes a result; or None, by the one that avoids copies on
