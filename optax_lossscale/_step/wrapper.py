@@ -129,7 +129,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
         `apply_gradients` with the loss as `value`. So if the loss is not finite, the
-        step is skipped.
+        step is skipped (unless `skip=None`).
 
         Args:
           loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a
