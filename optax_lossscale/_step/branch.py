@@ -89,11 +89,11 @@ class _Results:
         return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
     def by_cond(self, flag: jax.Array, scaled: Prepared, state: LossScaleState) -> Any:
-        """Those of the branch that a conditional takes."""
+        """The results of the branch that a conditional takes."""
         return lax.cond(flag, self.applied, self.skipped, scaled, state)
 
     def selected(self, flag: jax.Array, scaled: Prepared, state: LossScaleState) -> Any:
-        """Those that are selected after the inner update has run in any case."""
+        """The results that a select chooses, after the inner update has run anyway."""
         unscaled = scaled.unscaled(state.loss_scale)
         if self.update.skips_nonfinite:
             # A skipped step runs, too, and `inner` should see no NaN even then.
