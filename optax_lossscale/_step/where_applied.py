@@ -56,13 +56,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    if set(variable_ids(old)) & set(variable_ids(new)):
-        # `nnx.state` hands out a module's own variables.
-        raise ValueError(
-            "old holds the same variables as new, which the step has changed in "
-            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
-            "nnx.BatchStat))"
-        )
+    _check_is_copy(old, new)
 
     def chosen(old, new):
         if not is_array_leaf(old):
@@ -77,6 +71,19 @@ def where_applied(state: Any, new: T, old: T) -> T:
     arrays = jax.tree.map(chosen, without_variables(old), without_variables(new))
     # The structure of `old` puts the arrays into new variables where it has variables.
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
+
+
+def _check_is_copy(old: Any, new: Any) -> None:
+    """Raises a `ValueError` if two trees hold the same `nnx` variables.
+
+    `nnx.state` hands out a module's own variables, which change in place.
+    """
+    if set(variable_ids(old)) & set(variable_ids(new)):
+        raise ValueError(
+            "old holds the same variables as new, which the step has changed in "
+            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
+            "nnx.BatchStat))"
+        )
 
 
 def _check_holds(old: jax.Array, new: jax.Array) -> None:
