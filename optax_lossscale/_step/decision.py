@@ -109,14 +109,14 @@ def _adapted(
 
     `grads_finite` is that of `_measured`.
     """
-    is_checked = grads_finite is not True
-    if is_checked and type(loss_scale).update is LossScale.update:
-        # Its `update` would check the gradients again.
+    has_own_update = type(loss_scale).update is not LossScale.update
+    if grads_finite is True or has_own_update:
+        new, agrees = loss_scale.update(grads, axis_name)
+    else:
+        # The inherited `update` would check the gradients again.
         new = loss_scale.adjust(grads_finite)
         agrees = True
-    else:
-        new, agrees = loss_scale.update(grads, axis_name)
-    check_successor(new, loss_scale, "adjust")
+    check_successor(new, loss_scale, "update" if has_own_update else "adjust")
     return new, agrees if agrees is True else jnp.asarray(agrees, bool)
 
 

@@ -43,8 +43,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: anything that `get` accepts, or a state that holds exactly one loss
-        scale. No gradient flows into it.
+      loss_scale: anything that `get` accepts, a traced number, or a state that holds
+        exactly one loss scale. No gradient flows into it.
 
     Returns:
       The unchanged loss, shape (), in float32 or wider, as float16 may not hold the
@@ -124,8 +124,8 @@ def value_and_scaled_grad(
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
-      loss_scale: anything that `get` accepts, or an optimizer state that holds exactly
-        one.
+      loss_scale: anything that `get` accepts, a traced number, or an optimizer state
+        that holds exactly one loss scale.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything
         else.
