@@ -89,7 +89,8 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
             module = importlib.import_module(f"optax_lossscale.{_FILES[name]}")
             value = getattr(module, name)
             _make_public(__name__, value)
-            return globals().setdefault(name, value)
+            globals()[name] = value
+            return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
@@ -131,7 +132,4 @@ __all__ = [
 ]
 
 # Modules stay as they are; `__getattr__` does this for what it imports.
-for _name in __all__:
-    _thing = globals().get(_name)
-    if callable(_thing):
-        _make_public(__name__, _thing)
+_make_public(__name__, *[x for x in map(globals().get, __all__) if callable(x)])

@@ -130,39 +130,47 @@ def exponents(
     """
     validation.check_concrete("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
-    scale = validation.scale("loss_scale", resolve(loss_scale)())
-    shift = float(np.log2(scale))
-    sizes = _sizes(scaled_grads)
-    percent = 100 / max(1, sizes.size)
-    percent_zero = percent * np.sum(sizes == 0)
-    powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
     edges = _edges(dtype)
+    scale = validation.scale("loss_scale", resolve(loss_scale)())
+    sizes = _sizes(scaled_grads)
     axes = axes_for(axes, 3.2)
-
-    def draw(label, powers, color):
-        low = edges[0]
-        high = edges[-1]
-        axes.hist(
-            np.clip(powers, low, high - 1),  # the outermost bins hold all beyond
-            range(low, high + 1),
-            weights=np.full(powers.shape, percent),
-            histtype="stepfilled",
-            color=color,
-            alpha=0.5,
-            label=label,
-        )
-
-    if shift:
-        draw("unscaled", powers - shift, BEFORE)
-        draw(f"scaled by $2^{{{shift:g}}}$", powers, AFTER)
+    if scale == 1:
+        _draw_histogram(axes, edges, sizes, "gradients", AFTER)
     else:
-        draw("gradients", powers, AFTER)
-    _shade(axes, edges, [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"])
+        _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
+        label = f"scaled by $2^{{{np.log2(scale):g}}}$"
+        _draw_histogram(axes, edges, sizes, label, AFTER)
+    percent_zero = np.sum(sizes == 0) * _percent_of_each(sizes)
+    names = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
+    _shade(axes, edges, names)
     axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
     axes.locator_params("x", integer=True)
     axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
     axes.legend(frameon=False)
     return axes
+
+
+def _draw_histogram(
+    axes: Axes, edges: Sequence[int], sizes: np.ndarray, label: str, color: str
+) -> None:
+    """Draws the percentage of the absolute values between any two powers of two."""
+    low = edges[0]
+    high = edges[-1]
+    powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
+    axes.hist(
+        np.clip(powers, low, high - 1),  # the outermost bins hold all beyond
+        range(low, high + 1),
+        weights=np.full(powers.shape, _percent_of_each(sizes)),
+        histtype="stepfilled",
+        color=color,
+        alpha=0.5,
+        label=label,
+    )
+
+
+def _percent_of_each(sizes: np.ndarray) -> float:
+    """The percentage of all numbers that one number is."""
+    return 100 / max(1, sizes.size)
 
 
 def _edges(dtype: np.dtype) -> list[int]:

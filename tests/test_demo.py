@@ -80,7 +80,9 @@ def test_steps_is_an_option(tmp_path, capsys, small_model, monkeypatch):
     assert png_size(tmp_path / "loss_scaling.png") > (800, 600)
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "many"], ["--stepz", "3"]])
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "many"], ["--steps", "0"], ["--stepz", "3"]]
+)
 def test_bad_arguments_are_named(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         demo.main(arguments)

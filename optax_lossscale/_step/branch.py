@@ -7,11 +7,13 @@ every step, and each of its results is replaced by the old value if the step is 
 
 A conditional saves the work of a skipped step, but skipped steps are rare. What counts
 is how memory is used. On CPU, the results of a conditional stay in place. On GPU, the
-compiler gives them buffers of their own, and copies them afterwards; on TPU, it does so
-with updates. A select needs no copy, as it is part of the kernel that computes the
-result.
+compiler gives them buffers of their own, and copies them afterwards; on TPU, it does
+the same with the updates that `update` returns. A select needs no copy, as it is part
+of the kernel that computes the result.
 """
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -44,53 +46,59 @@ def apply_or_skip(
     """
     is_known = not is_traced(should_apply)
     # Several branches call it, and under `jit` it is still traced only once.
-    inner_update = update.apply if is_known else jax.jit(update.apply)
-    apply = partial(_applied, inner_update)
-    skip = partial(_skipped, apply, update.to_params)
-    select = partial(_selected, inner_update, skip, update.skips_nonfinite)
-
-    def cond(flag, scaled, state):
-        return lax.cond(flag, apply, skip, scaled, state)
-
+    run = update.apply if is_known else jax.jit(update.apply)
+    results = _Results(update, run)
     if branch == "select":
-        return select(should_apply, *operands)
+        return results.selected(should_apply, *operands)
     if is_known:
         # A `lax.cond` would be compiled anew at each step, as its functions are new,
         # and JAX's cache would keep forever what they close over.
         if should_apply:
-            return apply(*operands)
+            return results.applied(*operands)
         # The caller may donate what is returned, so it must be copies, like the results
         # of a compiled step. (Zeros of one shape may be the same array.)
-        return jax.tree.map(jnp.copy, skip(*operands))
+        return jax.tree.map(jnp.copy, results.skipped(*operands))
     if branch == "cond":
-        return cond(should_apply, *operands)
-    return lax.platform_dependent(should_apply, *operands, cpu=cond, default=select)
+        return results.by_cond(should_apply, *operands)
+    return lax.platform_dependent(
+        should_apply, *operands, cpu=results.by_cond, default=results.selected
+    )
 
 
-# These take the arrays as arguments, as functions that close over arrays take longer to
-# trace.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Results:
+    """The results of a step, as functions of its scaled inputs and its state.
 
+    The arrays are arguments, as functions that close over arrays take longer to trace.
+    """
 
-def _applied(inner_update, scaled: Prepared, state: LossScaleState) -> Any:
-    """The results of a step that is applied."""
-    # The check has unscaled the gradients once. To do so again, where it fuses with the
-    # inner update, is cheaper than to keep an unscaled copy in memory.
-    return inner_update(scaled.unscaled(state.loss_scale), state.inner_state)
+    update: InnerUpdate
+    run: Callable[..., Any]  # `update.apply`, compiled if the step is
 
+    def applied(self, scaled: Prepared, state: LossScaleState) -> Any:
+        """The results if the step is applied."""
+        # The check has unscaled the gradients once. To do so again, where it fuses with
+        # the inner update, is cheaper than to keep an unscaled copy in memory.
+        return self.run(scaled.unscaled(state.loss_scale), state.inner_state)
 
-def _skipped(apply, to_params: bool, scaled: Prepared, state: LossScaleState) -> Any:
-    """The results of a step that is skipped, like those that `apply` returns."""
-    if to_params:
-        return jax.tree.map(strong, scaled.params), state.inner_state
-    updates, _ = jax.eval_shape(apply, scaled, state)
-    return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+    def skipped(self, scaled: Prepared, state: LossScaleState) -> Any:
+        """The results if the step is skipped, of the types that `applied` returns."""
+        if self.update.to_params:
+            return jax.tree.map(strong, scaled.params), state.inner_state
+        updates, _ = jax.eval_shape(self.applied, scaled, state)
+        return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
+    def by_cond(self, flag: jax.Array, scaled: Prepared, state: LossScaleState) -> Any:
+        """The results of the branch that a conditional takes."""
+        return lax.cond(flag, self.applied, self.skipped, scaled, state)
 
-def _selected(inner_update, skip, skips_nonfinite: bool, flag, scaled, state) -> Any:
-    """The results of a step that runs the inner update, whether applied or not."""
-    unscaled = scaled.unscaled(state.loss_scale)
-    if skips_nonfinite:
-        # A skipped step runs, too, and `inner` should see no NaN even then.
-        unscaled = unscaled.zeroed()
-    applied = inner_update(unscaled, state.inner_state)
-    return jax.tree.map(partial(lax.select, flag), applied, skip(scaled, state))
+    def selected(self, flag: jax.Array, scaled: Prepared, state: LossScaleState) -> Any:
+        """The results that a select chooses, after the inner update has run anyway."""
+        unscaled = scaled.unscaled(state.loss_scale)
+        if self.update.skips_nonfinite:
+            # A skipped step runs, too, and `inner` should see no NaN even then.
+            unscaled = unscaled.zeroed()
+        applied = self.run(unscaled, state.inner_state)
+        return jax.tree.map(
+            partial(lax.select, flag), applied, self.skipped(scaled, state)
+        )

@@ -8,9 +8,9 @@ A step is applied if
 3. the skip rule, if there is one, does not take it for a spike.
 
 The answer to each question is a `Flag`. All replicas must decide alike, or their
-parameters would differ from then on. So with an `axis_name`, whatever is decided by is
-first reduced over that axis: flags by a minimum, the norm by a maximum, and the loss by
-its mean.
+parameters would differ from then on. So with an `axis_name`, all that the decision
+depends on is first reduced over that axis: flags by a minimum, the norm by a maximum,
+and the loss by its mean.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -109,14 +109,14 @@ def _adapted(
 
     `grads_finite` is that of `_measured`.
     """
-    is_checked = grads_finite is not True
-    if is_checked and type(loss_scale).update is LossScale.update:
-        # Its `update` would check the gradients again.
+    has_own_update = type(loss_scale).update is not LossScale.update
+    if grads_finite is True or has_own_update:
+        new, agrees = loss_scale.update(grads, axis_name)
+    else:
+        # The inherited `update` would check the gradients again.
         new = loss_scale.adjust(grads_finite)
         agrees = True
-    else:
-        new, agrees = loss_scale.update(grads, axis_name)
-    check_successor(new, loss_scale, "adjust")
+    check_successor(new, loss_scale, "update" if has_own_update else "adjust")
     return new, agrees if agrees is True else jnp.asarray(agrees, bool)
 
 
@@ -138,9 +138,9 @@ def _ruled(
 ) -> tuple[SkipRule, jax.Array]:
     """The skip rule after a step, and whether to apply the step.
 
-    `may_apply` says whether the step would be applied without a rule. A rule is given
-    every step, as a compiled step cannot leave it out. But what it learns from a step
-    that is not finite is dropped, except that its `gradient_norm` becomes infinite.
+    `may_apply` says whether the step would be applied without a rule. The rule is asked
+    at every step, as a compiled step cannot leave that out. But what it learns from a
+    step that is not finite is dropped, except that its `gradient_norm` becomes infinite.
     """
     is_finite = may_apply & jnp.isfinite(norm)
     if value is not None:

@@ -35,7 +35,8 @@ def get(identifier: LossScaleLike) -> LossScale:
       identifier: one of the following:
 
         - `"dynamic"`: a `DynamicLossScale`, with its defaults.
-        - `"headroom"`: a `HeadroomLossScale`, which suits gradients that are rare.
+        - `"headroom"`: a `HeadroomLossScale`, which suits short runs, and gradients that
+          are zero at most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` of it.
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: itself.
@@ -156,9 +157,9 @@ def loss_scales_in(state: Any) -> list[LossScale]:
 def resolve(loss_scale: Any) -> LossScale:
     """The loss scale that an argument `loss_scale` of another function stands for.
 
-    It is anything that `get` takes, a state that holds one loss scale, or an array of
-    shape (). The array may be traced, as where a trainer passes the scale through an
-    argument of its own.
+    The argument is anything that `get` takes, a state that holds one loss scale, or an
+    array of shape (). The array may be traced, as where a trainer passes the scale
+    through an argument of its own.
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):

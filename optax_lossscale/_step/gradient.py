@@ -43,8 +43,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: anything that `get` accepts, or a state that holds exactly one loss
-        scale. No gradient flows into it.
+      loss_scale: anything that `get` accepts, a traced number, or a state that holds
+        exactly one loss scale. No gradient flows into it.
 
     Returns:
       The unchanged loss, shape (), in float32 or wider, as float16 may not hold the
@@ -88,7 +88,8 @@ def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
 @_with_scaled_tangent.defjvp
 def _scaled_tangent(primals, tangents):
     """The JVP rule: the loss as it is, and its tangent times the loss scale."""
-    (loss, loss_scale), (tangent, _) = primals, tangents
+    loss, loss_scale = primals
+    tangent, _ = tangents
     return loss, loss_scale.scale(tangent)
 
 
@@ -123,17 +124,18 @@ def value_and_scaled_grad(
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
-      loss_scale: anything that `get` accepts, or an optimizer state that holds exactly
-        one.
+      loss_scale: anything that `get` accepts, a traced number, or an optimizer state
+        that holds exactly one loss scale.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything
         else.
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory:
-        wider floats are cast to it before they are differentiated. Or a tree of dtypes,
-        with `None` for no cast, that is a prefix of the differentiated argument (for
-        several `argnums`, of the tuple of them). Or a function that returns a dtype or
-        such a tree for it. The model itself computes in the widest dtype that its
-        operations are given: for products in 16 bits, pass `autocast(fun)`.
+        wider floats among the differentiated arguments are cast to it, and `fun` is
+        called with the narrow ones. Or a tree of dtypes, with `None` for no cast, that
+        is a prefix of the differentiated argument (for several `argnums`, of the tuple
+        of them). Or a function that takes this argument, and returns a dtype or a tree.
+        The model itself computes in the widest dtype that its operations are given: for
+        products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -145,7 +147,8 @@ def value_and_scaled_grad(
 
     Raises:
       TypeError: if `fun` is not a function, or `argnums` are not ints.
-      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: when called, if the loss is not a real floating-point scalar, or if
+        `fun` returns no pair with `has_aux`.
       TypeError: when called, if a differentiated argument is not a tree of arrays, has
         integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
         with `nnx` and `scale_gradient`.
@@ -154,8 +157,8 @@ def value_and_scaled_grad(
       ValueError: if `argnums` name an argument twice, when called also if one of them
         counts from the end.
       ValueError: if `grad_dtype` has dtypes other than floating-point ones; when
-        called, also if it is not a prefix of the differentiated argument, or if this
-        has floats of another dtype of the same width.
+        called, also if it is not a prefix of the differentiated argument, or if the
+        argument has floats of another dtype of the same width.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -197,23 +200,26 @@ def value_and_scaled_grad(
     return value_and_scaled_grad_fn
 
 
-def _checked_and_cast(args, argnums, grad_dtype):
+def _checked_and_cast(
+    args: tuple[Any, ...], argnums: int | Sequence[int], grad_dtype: GradDtype | None
+) -> Sequence[Any]:
     """The arguments, with the differentiated ones checked, and cast to `grad_dtype`."""
-    is_one = not isinstance(argnums, Sequence)
-    positions = [argnums] if is_one else argnums
+    positions = validation.argnums_tuple(argnums)
     places = [n % len(args) for n in positions]  # -1 is the last argument
     if len(set(places)) < len(places):
         raise ValueError(f"argnums must name each argument once, got {argnums}")
     operands = tuple(args[n] for n in places)
+    is_one = not isinstance(argnums, Sequence)
     differentiated = operands[0] if is_one else operands
     _check_no_modules(differentiated)
     check_arrays("what is differentiated", differentiated)
     if grad_dtype is None:
         return args
     cast = cast_to_grad_dtype(grad_dtype, differentiated)
+    cast_operands = [cast] if is_one else cast
     new_args = list(args)
-    for n, x in zip(places, [cast] if is_one else cast, strict=True):
-        new_args[n] = x
+    for n, operand in zip(places, cast_operands, strict=True):
+        new_args[n] = operand
     return new_args
 
 
@@ -256,9 +262,9 @@ def _check_no_modules(tree: Any) -> None:
     modules = find_nodes(is_module, tree)
     if modules:
         raise TypeError(
-            f"{type(modules[0]).__name__} is an nnx.Module, whose batch statistics and random "
-            "streams jax.grad would lose. Differentiate with nnx.value_and_grad a "
-            "loss function that returns scale_gradient(loss, optimizer); or take the "
+            f"{type(modules[0]).__name__} is an nnx.Module, whose batch statistics and "
+            "random streams jax.grad would lose. Differentiate with nnx.value_and_grad "
+            "a loss function that returns scale_gradient(loss, optimizer); or take the "
             "parameters out, graphdef, params, rest = nnx.split(model, nnx.Param, "
             "...), and differentiate a function of them that calls "
             "nnx.merge(graphdef, params, rest)"

@@ -128,7 +128,8 @@ def _zero_unless_finite(x: Any) -> Any:
 def _check_fit(grads: Any, params: Any) -> None:
     """Raises unless each gradient fits its parameter.
 
-    It has the parameter's shape, after any batch axes, and floats if that has floats.
+    A gradient that fits has the shape of its parameter, after any batch axes, and
+    floats if the parameter has floats.
     """
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
     for (path, param), grad in pairs:

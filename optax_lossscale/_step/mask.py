@@ -1,9 +1,9 @@
 """The argument `mask`: gradients that are neither unscaled nor checked.
 
-Such a gradient carries the new value of its parameter, such as a float8 scale of Flax,
-and was not multiplied by the loss scale. `set_aside` takes these gradients out before
-the others are unscaled and checked, and `SetAside.with_others` puts them back for the
-inner optimizer, which sees all of them.
+They carry the new values of their parameters, as those of Flax's float8 scales do, and
+were not multiplied by the loss scale. `set_aside` takes them out before the others are
+unscaled and checked, and `SetAside.with_others` puts them back for the inner optimizer,
+which sees all gradients.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class SetAside:
 def set_aside(grads: Any, mask: Mask) -> tuple[list[Any], SetAside]:
     """The gradients that a mask keeps, and those that it excludes.
 
-    The former are a list, with None in the place of each of the latter. They are not a
-    tree, as a node of the user's own may refuse None.
+    The kept ones are a list, with None in the place of each excluded one. They are not
+    a tree, as a node of the user's own may refuse None.
     """
     if callable(mask):
         mask = mask(grads)

@@ -6,8 +6,8 @@ A step joins both to the float32 number, lets the inner optimizer update that, a
 splits it again. The update that it returns is the difference of the rounded numbers.
 
 `with_loss_scale` around this transformation passes it all parameters in float32, which
-do not show which of them have 16 bits. In `init`, `with_rests` makes their
-rests; in a step, the rests in the state show it.
+do not show which of them have 16 bits. In `init`, `with_rests` makes the rests of those
+that have; in a step, the rests in the state show which they are.
 """
 
 from collections import OrderedDict
@@ -23,12 +23,12 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.validation import check_transformation, shown
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.missing_gradients import completed, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
-from optax_lossscale._step.update import check_update_shape
+from optax_lossscale._step.update import as_transformation, check_update_shape
 
 # The names of states of Optax's wrappers that compute other updates from those of the
 # transformation inside them; names, as in `get.py`
@@ -75,7 +75,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def with_master_weights(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
@@ -146,8 +146,7 @@ def with_master_weights(
       0.0
       0.001953
     """
-    check_transformation("inner", inner)
-    inner_tx = optax.with_extra_args_support(inner)
+    inner_tx = optax.with_extra_args_support(as_transformation(inner))
 
     def init(params):
         wide_params = jax.tree.map(at_least_float32, params)
@@ -209,16 +208,24 @@ def check_nothing_follows(state: Any) -> None:
     if _is_state(state) or not find_nodes(_is_state, state):
         return
     parts = _parts(state)
-    is_followed = _is_chain(state) and find_nodes(_is_state, parts[:-1])
-    if is_followed or name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
-        raise ValueError(
-            "with_master_weights is followed by other transformations in optax.chain, "
-            f"or is inside one, here one with a {type(state).__name__} as its state, "
-            "which change where its updates take the parameters: give it the whole "
-            "optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
+    if _is_chain(state) and find_nodes(_is_state, parts[:-1]):
+        raise _not_outermost(
+            "is followed by other transformations in optax.chain, which change"
+        )
+    if name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
+        raise _not_outermost(
+            f"is inside the transformation with a {type(state).__name__}, which changes"
         )
     for part in parts:
         check_nothing_follows(part)
+
+
+def _not_outermost(fault: str) -> ValueError:
+    """The error for `with_master_weights` that is not around the whole optimizer."""
+    return ValueError(
+        f"with_master_weights {fault} where its updates take the parameters: give it "
+        "the whole optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
+    )
 
 
 def _is_chain(state: Any) -> bool:
@@ -271,8 +278,8 @@ def _check_arguments(state: Any, params: Any) -> None:
         )
     has_narrow = any(map(is_narrow_leaf, jax.tree.leaves(params)))
     has_rests = bool(jax.tree.leaves(state.master_weights))
-    # Rests beside parameters in float32 alone are no contradiction: with_loss_scale
-    # passes all parameters in float32. It compares the rests with their own dtypes.
+    # `with_loss_scale` passes all parameters in float32, after it has compared the rests
+    # with the parameters' own dtypes. So rests beside float32 alone are no fault.
     if has_narrow or not has_rests:
         rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
         _check_rests(state.master_weights, rests)

@@ -50,16 +50,16 @@ class LossScaleState(NamedTuple):
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
 
-    One of `nnx` variables that is in several places is returned once.
+    A state that several places hold, made of the same variables, is returned once.
     """
     states = find_nodes(lambda x: isinstance(x, LossScaleState), state)
     return [without_variables(x) for x in distinct_nodes(states)]
 
 
 def wrapper_state(state: Any) -> LossScaleState | None:
-    """The `LossScaleState` in an optimizer state with one loss scale, or None.
+    """The `LossScaleState` around the one loss scale in a state.
 
-    A loss scale alone has none.
+    None if there is none around it, as for a loss scale by itself.
     """
     return next(iter(wrapper_states(state)), None)
 
@@ -128,12 +128,15 @@ def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
     if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return
 
-    def check(path, x, initial):
-        if not is_narrow_leaf(x):
-            return
+    initial_state = expected()
+    if jax.tree.structure(initial_state) != jax.tree.structure(inner_state):
+        return  # it is another optimizer's, which the inner update refuses
+    leaves = jax.tree.leaves_with_path(inner_state)
+    initial_leaves = jax.tree.leaves(initial_state)
+    for (path, x), initial in zip(leaves, initial_leaves, strict=True):
         dtype = dtype_of(x)
         initial_dtype = dtype_of(initial)
-        if dtype.itemsize < initial_dtype.itemsize:
+        if is_narrow_leaf(x) and dtype.itemsize < initial_dtype.itemsize:
             raise ValueError(
                 f"the inner state holds {dtype} where it needs {initial_dtype}, at "
                 f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, "
@@ -141,7 +144,3 @@ def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
                 "state._replace(inner_state=optax.tree.cast_like(restored, "
                 "state.inner_state)), with the state of init"
             )
-
-    initial_state = expected()
-    if jax.tree.structure(initial_state) == jax.tree.structure(inner_state):
-        jax.tree.map_with_path(check, inner_state, initial_state)

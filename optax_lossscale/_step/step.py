@@ -10,12 +10,14 @@ state as they were.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import strong
@@ -82,11 +84,19 @@ class ScaledStep:
         """The rule that decides about finite steps, in its initial state."""
         return self.skip if isinstance(self.skip, SkipRule) else None
 
-    def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
-        """Takes one step; returns the new state after the parameters or updates.
+    def step(
+        self,
+        scaled_grads: Any,
+        state: LossScaleState,
+        params: Any,
+        value: ArrayLike | None,
+        extra_args: Mapping[str, Any],
+        *,
+        to_params: bool,
+    ) -> tuple[Any, LossScaleState]:
+        """Takes one step; returns the new parameters and the new state.
 
-        With `to_params`, the first result is the new parameters, and otherwise the
-        updates that lead to them.
+        Without `to_params`, the updates that lead to the parameters take their place.
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:

@@ -64,7 +64,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         fault = (
             fault
             or _skipped_by_rule(wrapper, max_consecutive_skips)
-            or _not_finite(wrapper, max_consecutive_skips)
+            or _skipped_in_a_row(wrapper, max_consecutive_skips)
         )
         in_a_row = f"Steps skipped in a row: {wrapper.consecutive_skipped_steps}. "
     if fault:
@@ -105,7 +105,7 @@ def _skipped_by_rule(state: LossScaleState, most: int) -> _Fault | None:
     return _Fault(reason + _symptom(state), f"{_DIAGNOSE}. {_RESTART_RULE}")
 
 
-def _not_finite(state: LossScaleState, most: int) -> _Fault | None:
+def _skipped_in_a_row(state: LossScaleState, most: int) -> _Fault | None:
     """The fault of too many skipped steps in a row, if there were so many."""
     if state.consecutive_skipped_steps <= most:
         return None
@@ -115,7 +115,7 @@ def _not_finite(state: LossScaleState, most: int) -> _Fault | None:
 
 
 def _symptom(state: LossScaleState) -> str:
-    """Why steps were skipped, though not by a rule's decision."""
+    """What is wrong with steps that are skipped whatever a rule decides."""
     not_finite = "gradients or losses were not finite"
     if state.skip_rule is None:
         return not_finite

@@ -15,13 +15,27 @@ import numpy as np
 import optax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
+from optax_lossscale._arrays.validation import check_transformation
 from optax_lossscale._step.inputs import Prepared
 from optax_lossscale._step.missing_gradients import as_inner_sees, update_or_zero
 
 
+def as_transformation(inner: Any) -> optax.GradientTransformation:
+    """The argument `inner` of a wrapper as an Optax transformation.
+
+    Raises a `TypeError` if it has no `init` and `update`.
+    """
+    check_transformation("inner", inner)
+    if isinstance(inner, optax.MultiSteps):
+        # Its own `gradient_transformation` would drop the loss and extra arguments.
+        update: Any = inner.update
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+    return inner
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """The inner update of one step, and the form of its result."""
+    """The inner update of one step, and what a skipped step has to know about it."""
 
     inner: optax.GradientTransformation
     extra_args: Mapping[str, Any]  # passed on to the inner update

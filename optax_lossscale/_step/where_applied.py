@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._arrays.precision import T, is_array_leaf, is_inexact_leaf, strong
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import variable_ids, without_variables
 from optax_lossscale._step.state import wrapper_states
 
@@ -55,30 +56,41 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    if set(variable_ids(old)) & set(variable_ids(new)):
-        # `nnx.state` hands out a module's own variables.
-        raise ValueError(
-            "old holds the same variables as new, which the step has changed in "
-            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
-            "nnx.BatchStat))"
-        )
+    _check_is_copy(old, new)
 
     def chosen(old, new):
         if not is_array_leaf(old):
             return new
+        if not is_array_leaf(new):
+            raise ValueError(f"new has {shown(new)} where old has an array")
         old = strong(old)
         new = jnp.asarray(new)
         _check_holds(old, new)
         return lax.select(should_apply, strong(new, old.dtype), old)
 
     arrays = jax.tree.map(chosen, without_variables(old), without_variables(new))
+    # The structure of `old` puts the arrays into new variables where it has variables.
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
 
 
-def _check_holds(old: jax.Array, new: jax.Array) -> None:
-    """Raises a `TypeError` if the dtype of `old` does not hold the numbers of `new`.
+def _check_is_copy(old: Any, new: Any) -> None:
+    """Raises a `ValueError` if two trees hold the same `nnx` variables.
 
-    Only floats may be rounded, to narrower ones.
+    `nnx.state` hands out a module's own variables, which change in place.
+    """
+    if set(variable_ids(old)) & set(variable_ids(new)):
+        raise ValueError(
+            "old holds the same variables as new, which the step has changed in "
+            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
+            "nnx.BatchStat))"
+        )
+
+
+def _check_holds(old: jax.Array, new: jax.Array) -> None:
+    """Raises a `TypeError` if the dtype of `old` holds no numbers such as those of `new`.
+
+    Floats hold integers, and complex numbers hold both, even if they round them. But
+    integers hold neither floats nor wider integers.
     """
     if is_inexact_leaf(new) and not is_inexact_leaf(old):
         raise TypeError(

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
-from optax_lossscale._arrays.validation import check_transformation, refuse
+from optax_lossscale._arrays.validation import refuse
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
@@ -26,6 +26,7 @@ from optax_lossscale._step.gradient import (
 from optax_lossscale._step.mask import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
+from optax_lossscale._step.update import as_transformation
 
 
 class _Update(Protocol):
@@ -128,7 +129,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
         `apply_gradients` with the loss as `value`. So if the loss is not finite, the
-        step is skipped.
+        step is skipped (unless `skip=None`).
 
         Args:
           loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a
@@ -181,6 +182,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
     """Raises a `TypeError` unless the arguments of `minimize` are in its order."""
+    # The state in an `nnx.Optimizer` is one of variables.
     is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
     if callable(loss_fn) and is_state and not isinstance(params, LossScaleState):
         return
@@ -235,9 +237,9 @@ def with_loss_scale(
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
         decide together. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
-        a function that returns one for them. Leaves marked False are neither unscaled
-        nor checked. It is for leaves whose gradient carries their new value, such as
-        Flax's float8 scales, with which `inner` overwrites them: `mask={"params": True,
+        a function that returns one for them. Gradients marked False are neither unscaled
+        nor checked. That is for those that carry the new value of their parameter, with
+        which `inner` overwrites it, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
         in each kernel that computes a result; or None, by the one that avoids copies on
@@ -279,15 +281,11 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    check_transformation("inner", inner)
-    if isinstance(inner, optax.MultiSteps):
-        # Its own `gradient_transformation` would drop the loss and extra arguments.
-        update: Any = inner.update
-        inner = optax.GradientTransformationExtraArgs(inner.init, update)
+    inner_tx = as_transformation(inner)
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
         refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
     check_mask(mask)
-    step = ScaledStep(inner, get(loss_scale), axis_name, mask, branch, skip)
+    step = ScaledStep(inner_tx, get(loss_scale), axis_name, mask, branch, skip)
     return LossScaledTransformation(step.init, step)

@@ -107,6 +107,8 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     steps = parser.parse_args(arguments).steps
+    if steps < 1:
+        parser.error(f"--steps must be at least 1, got {steps}")
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     top.set(

@@ -97,7 +97,7 @@ def attention(weights, x):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     scores = scores.astype(jnp.float32)
     scores *= q.shape[-1] ** -0.5
-    is_past = jnp.tri(CONTEXT, dtype=bool)
+    is_past = jnp.tri(length, dtype=bool)
     scores = jnp.where(is_past, scores, -jnp.inf)
     shares = jax.nn.softmax(scores)
     shares = shares.astype(x.dtype)

@@ -153,9 +153,12 @@ def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(
             take(state)
 
 
-def test_the_accumulated_optimizer_gets_the_loss_and_extra_arguments():
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, ols.with_master_weights], ids=["alone", "master weights"]
+)
+def test_the_accumulated_optimizer_gets_the_loss_and_extra_arguments(wrap):
     inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
-    tx = ols.with_loss_scale(optax.MultiSteps(inner, 1))
+    tx = ols.with_loss_scale(wrap(optax.MultiSteps(inner, 1)))
     _, _, state = tx.minimize(loss_fn, tx.init(PARAMS), PARAMS, BATCHES[0])
-    plateau = state.inner_state.inner_opt_state[1]
-    np.testing.assert_allclose(plateau.best_value, loss_fn(PARAMS, BATCHES[0]))
+    best_value = optax.tree.get(state, "best_value")
+    np.testing.assert_allclose(best_value, loss_fn(PARAMS, BATCHES[0]))

@@ -103,6 +103,13 @@ def test_a_gradient_for_a_branch_of_parameters_is_refused():
         tx.update({"w": GRADS["w"], "n": jnp.ones(1)}, tx.init(PARAMS), PARAMS)
 
 
+def test_no_paths_are_named_where_only_containers_differ():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    params = (jnp.ones(2),)
+    with pytest.raises(ValueError, match=r"where there is no gradient\.\nGradients"):
+        tx.update([jnp.ones(2)], tx.init(params), params)
+
+
 @each_door
 def test_a_clip_inside_sees_zeros(door):
     tx = ols.with_loss_scale(

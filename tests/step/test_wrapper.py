@@ -638,6 +638,19 @@ def test_a_strategy_that_returns_something_else_is_refused(returned):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_the_error_names_the_method_that_returned_something_else():
+    class Measuring(ols.LossScale):
+        def adjust(self, grads_finite):
+            return self
+
+        def update(self, grads, axis_name=None):
+            return LS, True
+
+    tx = ols.with_loss_scale(optax.sgd(0.1), Measuring())
+    with pytest.raises(TypeError, match=r"return self\.replace\(…\) from update\."):
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 @pytest.mark.parametrize(
     "inner",
     [
