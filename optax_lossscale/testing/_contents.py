@@ -149,13 +149,18 @@ def _is_key(x):
 def flat(x: Any) -> np.ndarray:
     """The numbers of an array as a vector of float64 or int64, on the host.
 
-    A complex number becomes two numbers. Of a large array, it is a sample.
+    They are rounded to the dtype in which JAX computes with them: a Python float, or a
+    float64 array of NumPy's, to float32, unless 64-bit types are enabled. A complex
+    number becomes two numbers. Of a large array, it is a sample.
     """
     numbers = np.ravel(jax.device_get(x))
     numbers = numbers[:: 1 + numbers.size // _SAMPLE]
+    if not is_inexact_leaf(x):
+        return numbers.astype(np.int64)
+    numbers = numbers.astype(dtype_of(x))
     if np.iscomplexobj(numbers):
         numbers = numbers.view(numbers.real.dtype)
-    return numbers.astype(np.float64 if is_inexact_leaf(numbers) else np.int64)
+    return numbers.astype(np.float64)
 
 
 def is_finite(x: np.ndarray) -> bool:
