@@ -83,12 +83,14 @@ def _by_platform(
 ) -> T:
     """Answers a question about a tree in the form that suits the platform.
 
-    `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
-    is made when the program is lowered. Leaves that are known to be partitioned over
-    devices take `default` on every platform, one by one. Where that is not known, the
-    answer is the same, but devices exchange more: on CPU their results for each leaf;
-    and whole leaves, where some that are partitioned along different axes share a
-    group, or where the norm cuts them into rows.
+    `on_cpu` and `default` are the two forms, each of which takes groups of leaves. The
+    choice is made when the program is lowered.
+
+    If any leaf is known to be partitioned over devices, all platforms take `default`,
+    with a group for each leaf. Where a partition is not known, the answer is the same,
+    but devices exchange more. On CPU they exchange results for each leaf. And they
+    exchange whole leaves where a group holds leaves that are partitioned along
+    different axes, or where the norm cuts leaves into rows.
     """
     inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))
     leaves = [jnp.asarray(x) for x in inexact_leaves]

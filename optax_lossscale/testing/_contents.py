@@ -40,8 +40,8 @@ class Contents(NamedTuple):
 def contents(tree: Any, old: Iterable[Any] = ()) -> Contents:
     """What a tree holds: all in its `RESULT`, and elsewhere what is not all `old`.
 
-    The old arrays are those that the step was given. What it did not change may have
-    been donated, so that it cannot be read.
+    `old` are the arrays that the step was given. Those that it did not change it may
+    have donated, and then they cannot be read.
     """
     old_ids = set(map(id, old))
     arrays = _made(numbers_in(tree), old_ids)

@@ -1,6 +1,6 @@
 """The assertion that nothing but the loss scale depends on the loss scale.
 
-The evidence is of three kinds. At falling loss scales, from the highest at which the
+There are three kinds of evidence. At falling loss scales, from the highest at which the
 step is applied, each output is a series, which should not depend on the loss scale. At
 loss scales at which gradients overflow, the step should be skipped. And where the loss
 scale is about to grow, the outputs should be those of any other step.
