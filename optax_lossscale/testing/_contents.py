@@ -30,7 +30,7 @@ _SAMPLE = 2**16  # how many numbers of an array are compared at most
 class Contents(NamedTuple):
     """What a tree of arguments or outputs holds, on the host."""
 
-    numbers: Numbers  # flat; without loss scales, skip rules and PRNG keys
+    numbers: Numbers  # flat; without loss scales and skip rules
     loss_scales: list[LossScale]
     states: list[LossScaleState]
     counts: list[np.ndarray]  # the integers in optimizers' states, flat
@@ -72,7 +72,7 @@ def _made(parts, old_ids):
 
 
 def numbers_in(tree: Any) -> Numbers:
-    """The numbers of a tree by path, without loss scales, skip rules and PRNG keys.
+    """The numbers and bools of a tree by path, without loss scales and skip rules.
 
     A variable that occurs several times is at the first of its paths only.
     """
@@ -88,7 +88,7 @@ def numbers_in(tree: Any) -> Numbers:
         if is_variable(x):
             seen.add(id(x))
         array = without_variables(x)
-        if is_array_leaf(array) and not _is_key(array):
+        if is_array_leaf(array) and _is_numeric(array):
             numbers[path] = array
     return numbers
 
@@ -141,9 +141,10 @@ def _is_integer(x):
     return jnp.issubdtype(dtype_of(x), jnp.integer)
 
 
-def _is_key(x):
-    """Whether this is an array of PRNG keys."""
-    return jnp.issubdtype(dtype_of(x), jax.dtypes.extended)
+def _is_numeric(x):
+    """Whether this is an array of numbers or bools, and not of keys, text or objects."""
+    dtype = dtype_of(x)
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def flat(x: Any) -> np.ndarray:

@@ -631,3 +631,17 @@ def test_an_argument_that_jax_rounds_to_32_bits_is_not_taken_for_changed(check, 
 
     params, state = begun(TX)
     check(step, params, state, mean, 0.1)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_arrays_of_text_and_of_objects_are_passed_on(check):
+    def step(params, state, batch):
+        assert batch["names"].tolist() == ["a", "b"]
+        return compiled(loss_fn, state, params, batch["x"], Y)
+
+    compiled = jax.jit(TX.minimize, static_argnums=0)
+    objects = np.array([None, "a"], object)
+    batch = {"x": X, "names": np.array(["a", "b"]), "objects": objects}
+    check(step, *begun(TX), batch)
