@@ -88,7 +88,7 @@ class ToleranceLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         if not self.initial_scale > self.min_scale:
-            allowed = f"above min_scale={self.min_scale!r}"
+            allowed = f"above {validation.user_name('min_scale')}={self.min_scale!r}"
             validation.refuse("initial_scale", self.initial_scale, allowed)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
