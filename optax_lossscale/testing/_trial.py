@@ -57,10 +57,11 @@ class Trial:
 
     @functools.cached_property
     def flags(self) -> np.ndarray:
-        """Whether the step was applied, by all outputs that say it; bools, (flags,).
+        """Whether the step was applied, by each output that says it; bools, (flags,).
 
-        They are the flags of the states, of each replica; all False if a loss scale has
-        adapted as after a skipped step. Without states, each loss scale gives one.
+        Each state gives a flag for each of its replicas. They are all False if a loss
+        scale has adapted as after a skipped step. Without states, each loss scale gives
+        a flag.
         """
         if_skipped, if_applied = self.adapted
         loss_scales = self.made.loss_scales
