@@ -68,7 +68,8 @@ def assert_survives_overflow(
       ValueError: if there is no loss scale among the arguments, or several; if nothing
         that it is given comes back from the step; or if a name to ignore is not that of
         an output.
-      TypeError: if the arguments are traced.
+      TypeError: if the arguments are traced, or an argument `ignore` of the step's own
+        gets no value.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -102,7 +103,7 @@ def assert_survives_overflow(
         or left_behind(to_be_skipped, judged)
         or _uncounted(overflowing)
         or _counts_on(overflowing)
-        or _applied_at_infinity(experiment, infinite, usual, judged)
+        or _overflow_applied(experiment, infinite, usual, judged)
         or _after_nan(experiment, carry, judged)
     )
     if fault:
@@ -143,7 +144,7 @@ def _counts_on(trials):
     return ""
 
 
-def _applied_at_infinity(experiment, infinite, usual, judged):
+def _overflow_applied(experiment, infinite, usual, judged):
     """The fault that a step is applied at an infinite loss scale.
 
     `infinite` is the trial at that scale, and `usual` one at the scale that was given.
