@@ -81,6 +81,7 @@ class MovingAverageSkipRule(SkipRule):
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         is_usual = norm < self._threshold()
+        # If one square were infinite, all thresholds from then on would be.
         square = jnp.minimum(jnp.square(norm), validation.LARGEST)
         learned = self.replace(
             count=optax.safe_increment(self.count),

@@ -29,7 +29,7 @@ from optax_lossscale.testing._contents import (
 )
 from optax_lossscale.testing._trial import Trial
 
-# The exponents of finite loss scales at which gradients overflow
+# The exponents of finite loss scales at which most gradients overflow
 _OVERFLOWING = (126, 124)
 
 
