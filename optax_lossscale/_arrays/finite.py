@@ -28,7 +28,7 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
-AxisName = Hashable
+AxisName = Hashable  # the name of a mapped axis, or a tuple of such names
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
 
 # How many numbers of a large leaf are summed one after the other, on CPU

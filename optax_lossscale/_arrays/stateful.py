@@ -107,6 +107,7 @@ class Stateful(abc.ABC):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
+        """Makes a subclass a frozen dataclass, and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False)(cls)
         cls._classes.append(cls)
@@ -120,6 +121,7 @@ class Stateful(abc.ABC):
         )
 
     def __post_init__(self):
+        """Checks the configuration; one that overrides it has to call it."""
         checked_values = {
             name: check(name, getattr(self, name))
             for name, check in self._checks.items()

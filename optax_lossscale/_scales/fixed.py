@@ -56,6 +56,7 @@ class FixedLossScale(LossScale):
         super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
+        # A subclass's fields would be no arguments of this class's `__init__`.
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
         )
