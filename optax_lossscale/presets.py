@@ -2,9 +2,9 @@
 
 Each function takes those arguments of the original that concern the loss scale, with
 their defaults, and returns a loss scale that adapts as the original does: value for
-value in float32, except for LogMax, which is tested to within 1%. One thing differs: no
-scale leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at its last value
-inside. An argument that is not allowed raises a `ValueError`.
+value in float32, except for LogMax, which is tested to within 1%. One thing differs: a
+scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is. An
+argument that is not allowed raises a `ValueError`.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
 gradients are all zero counts as finite; if most steps are like that,
@@ -13,7 +13,7 @@ gradients are all zero counts as finite; if most steps are like that,
 check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -59,17 +59,13 @@ def _growth_factor(name: str, factor: float) -> float:
     return validation.growth_factor(name, _in_float32(name, factor))
 
 
-def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
-    """The arguments of `DynamicLossScale` for the rule that JMP and MPX share."""
-    growth_factor = _growth_factor("factor", factor)
-    return {
-        "growth_interval": period,
-        "initial_growth_counter": counter,
-        "growth_factor": growth_factor,
-        # They divide by the factor, and XLA compiles a division by a constant to a
-        # multiplication by its reciprocal, rounded to float32.
-        "backoff_factor": float(np.float32(1 / growth_factor)),
-    }
+def _reciprocal(factor: float) -> float:
+    """`1 / factor` rounded to float32, by which JMP and MPX back off.
+
+    They divide by the factor, and XLA compiles a division by a constant to a
+    multiplication by its reciprocal.
+    """
+    return float(np.float32(1 / factor))
 
 
 def tensorflow_dynamic(
@@ -132,7 +128,10 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
     """
     with user_names(loss_scale="initial_scale"):
         return DynamicLossScale(
-            loss_scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False
+            initial_scale=loss_scale,
+            growth_factor=1.0,
+            backoff_factor=1.0,
+            can_be_exhausted=False,
         )
 
 
@@ -201,10 +200,10 @@ def tf_keras(
         if validation.flag("dynamic", dynamic):
             scale = 2.0**15 if initial_scale is None else initial_scale
             interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-            return DynamicLossScale(scale, interval)
+            return DynamicLossScale(initial_scale=scale, growth_interval=interval)
         if initial_scale is None or dynamic_growth_steps is not None:
             raise ValueError(
-                "with dynamic=False give initial_scale, and no dynamic_growth_steps"
+                "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
             )
         return FixedLossScale(initial_scale)
 
@@ -224,7 +223,11 @@ def keras(
       0.5
     """
     with user_names(dynamic_growth_steps="growth_interval"):
-        return DynamicLossScale(initial_scale, dynamic_growth_steps, min_scale=None)
+        return DynamicLossScale(
+            initial_scale=initial_scale,
+            growth_interval=dynamic_growth_steps,
+            min_scale=None,
+        )
 
 
 def pytorch(
@@ -252,7 +255,11 @@ def pytorch(
         if not validation.flag("enabled", enabled):
             return FixedLossScale(1)
         return DynamicLossScale(
-            init_scale, growth_interval, growth_factor, backoff_factor, min_scale=None
+            initial_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=None,
         )
 
 
@@ -335,8 +342,15 @@ def jmp(
         period="growth_interval",
         min_loss_scale="min_scale",
     ):
-        rule = _jmp_rule(counter, period, factor)
-        return DynamicLossScale(loss_scale, min_scale=min_loss_scale, **rule)
+        growth_factor = _growth_factor("factor", factor)
+        return DynamicLossScale(
+            initial_scale=loss_scale,
+            growth_interval=period,
+            growth_factor=growth_factor,
+            backoff_factor=_reciprocal(growth_factor),
+            min_scale=min_loss_scale,
+            initial_growth_counter=counter,
+        )
 
 
 def mpx(
@@ -369,11 +383,15 @@ def mpx(
         period="growth_interval",
         min_loss_scaling="min_scale",
     ):
+        growth_factor = _growth_factor("factor", factor)
         return DynamicLossScale(
-            loss_scaling,
+            initial_scale=loss_scaling,
+            growth_interval=period,
+            growth_factor=growth_factor,
+            backoff_factor=_reciprocal(growth_factor),
             min_scale=min_loss_scaling,
             max_scale=65504.0,
-            **_jmp_rule(counter, period, factor),
+            initial_growth_counter=counter,
         )
 
 
@@ -476,7 +494,8 @@ def fairseq(
       scale_window: finite steps in a row after which the scale grows.
       tolerance: how many overflows since the last back-off it takes to back off, as a
         share of the steps since the scale last changed.
-      threshold: a floor at which the scale stays without an error.
+      threshold: a floor above `min_loss_scale`, at which the scale stays without an
+        error, or None.
       min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or
         below.
 
@@ -514,10 +533,11 @@ def openseq2seq_logmax(
     Args:
       scale_min: the floor.
       scale_max: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference.
-      beta1: decay of the mean.
-      beta2: decay of the averages behind the spread.
-      overflow_std_dev: deviations between the mean and 2**16.
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at
+        most 60.
+      beta1: decay of the mean, in [0, 1).
+      beta2: decay of the averages behind the spread, in [0, 1).
+      overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
 
     Example:
       >>> from optax_lossscale import presets
@@ -572,11 +592,12 @@ def apex(
     ):
         if not isinstance(loss_scale, str):
             return FixedLossScale(loss_scale)
-        validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
+        if loss_scale != "dynamic":
+            validation.refuse("loss_scale", loss_scale, "a number or 'dynamic'")
         most = validation.scale("max_loss_scale", max_loss_scale)
         scale = min(validation.scale("init_scale", init_scale), most)
         return DynamicLossScale(
-            scale,
+            initial_scale=scale,
             growth_interval=scale_window,
             min_scale=min_loss_scale,
             max_scale=most,

@@ -52,8 +52,8 @@ def spikes(
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly
-    moves. A norm that 1 in 20 of 60 steps or more reached is usual, too. The same holds
-    for the loss, if it is passed to the step as `value`. The rule::
+    moves. A norm that several of these steps reached, 3 or 1 in 20, is usual, too. The
+    same holds for the loss, if it is passed to the step as `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -75,9 +75,9 @@ def spikes(
                 budget = min(budget + 1 / 20, max_skips)
 
     In any series of steps, it skips at most `max_skips` finite steps, and 1 more for
-    every 20 applied steps whose norm is not 0. So if norms or losses rise
-    for good, it skips about `max_skips` steps. Nothing is skipped while they rise by
-    less than a factor of `2**least` within a window. Their scale does not matter.
+    every 20 applied steps whose norm is not 0. So if norms or losses rise for good, it
+    skips about `max_skips` steps. Nothing is skipped while they rise by less than a
+    factor of `2**least` within a window. It does not matter how large they are.
 
     Source: this library.
 
@@ -179,7 +179,7 @@ def levanter(
 def axlearn(
     drop_norm: float | DropNorm, grad_norm_ema_decay: float | None = None
 ) -> ThresholdSkipRule | MovingAverageSkipRule:
-    """The rule of AxLearn's `skip_and_clip_by_global_norm`, without the clip.
+    """The rule of AXLearn's `skip_and_clip_by_global_norm`, without the clip.
 
     The clip, with its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A
@@ -218,7 +218,7 @@ def drop_norm_by_grad_norm_ema(
 ) -> DropNorm:
     """A threshold for `axlearn`: a multiple of the mean norm.
 
-    Source: AxLearn's function of this name.
+    Source: AXLearn's function of this name.
 
     Args:
       multipliers: the smallest of these is used.
@@ -236,7 +236,7 @@ def drop_norm_by_grad_norm_stddev(
 ) -> DropNorm:
     """A threshold for `axlearn`: the mean norm plus a multiple of the deviation.
 
-    Source: AxLearn's function of this name.
+    Source: AXLearn's function of this name.
 
     Args:
       min_count: how many steps must be applied before there is a threshold; until then,

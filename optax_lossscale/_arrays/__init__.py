@@ -1,1 +1,1 @@
-"""Helpers for arrays, dtypes and pytrees, on which all other parts are built."""
+"""What all other parts are built on: arrays and pytrees, checks, names and settings."""

@@ -1,4 +1,4 @@
-"""Axes of matplotlib as all pictures have them, and their colours."""
+"""The look that all plots share: their axes, their colours and names of styles."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ TEAL = "#00798c"
 
 
 def axes_for(axes: Axes | None, height: float) -> Axes:
-    """The given axes, or new ones, with a pale grid and no frame on two sides."""
+    """The given axes, or new ones, with a pale grid and no frame at the top and right.
+
+    `height` is that of a new figure, in inches.
+    """
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")
     if not isinstance(axes, Axes):
@@ -31,5 +34,5 @@ def axes_for(axes: Axes | None, height: float) -> Axes:
 
 
 def style_of(style: dict[str, Any]) -> dict[str, Any]:
-    """The style of a line under matplotlib's own names, as `color` for `c`."""
+    """The style of a line under matplotlib's full names, such as `color` for `c`."""
     return cbook.normalize_kwargs(style, Line2D)

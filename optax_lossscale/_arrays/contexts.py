@@ -7,8 +7,9 @@ that was compiled under one value is not used under another.
 
 To make a context changes these keys, too, and whatever JAX compiled before is compiled
 again. So all contexts are made here, when the package is imported, which comes before
-the first step. From jax 0.12 on, `jax.extend` imports Pallas, which makes a context of
-its own. Modules that are imported later need it, so it is imported here.
+the first step. `jax.extend` is imported here for the same reason: some modules of this
+package import it later, and from jax 0.12 on it imports Pallas, which makes a context
+of its own.
 """
 
 import jax

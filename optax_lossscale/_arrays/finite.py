@@ -25,10 +25,10 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.placement import is_partitioned
+from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
-AxisName = Hashable
+AxisName = Hashable  # the name of a mapped axis, or a tuple of such names
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
 
 # How many numbers of a large leaf are summed one after the other, on CPU
@@ -70,9 +70,9 @@ def largest(tree: Any) -> jax.Array:
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
-    The norm is float32, like the sum of squares under its root. So from 2**64 on it is
-    infinite, though all numbers may be finite; and below about 1e-19 it may be 0, as
-    CPUs flush subnormal squares to zero.
+    The norm is float32, as is the sum of squares under its root. So from 2**64 on it is
+    infinite, though all numbers may be finite. Below about 1e-19 it may be 0, as CPUs
+    flush subnormal squares to zero.
     """
     sum_of_squares, finite = _by_platform(tree, _squares_on_cpu, _squares)
     return jnp.sqrt(sum_of_squares), finite
@@ -83,23 +83,25 @@ def _by_platform(
 ) -> T:
     """Answers a question about a tree in the form that suits the platform.
 
-    `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
-    is made when the program is lowered. Leaves that are known to be partitioned over
-    devices take `default` on every platform, one by one. Where that is not known, the
-    answer is the same, but devices exchange more: on CPU their results for each leaf;
-    and whole leaves, where some that are partitioned along different axes share a
-    group, or where the norm cuts them into rows.
+    `on_cpu` and `default` are the two forms, each of which takes groups of leaves. The
+    choice is made when the program is lowered.
+
+    If any leaf is known to lie on several devices, all platforms take `default`, with a
+    group for each leaf. If leaves are partitioned and that is not known, the answer is
+    the same, but devices exchange more. On CPU they exchange results for each leaf. And
+    they exchange whole leaves where a group holds leaves that are partitioned along
+    different axes, or where the norm cuts leaves into rows.
     """
     inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))
     leaves = [jnp.asarray(x) for x in inexact_leaves]
     if not leaves:
         leaves = [jnp.float32(0)]
-    if any(map(is_partitioned, leaves)):
+    if any(map(is_on_several_devices, leaves)):
         return default(_groups(leaves, 1))
     # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
-    # CPU there must be enough kernels to keep all cores busy; a GPU's compiler computes
-    # the norm of a clip in the same pass for groups of four, but not of eight; and a
-    # TPU's compiler would keep more gradients waiting in main memory.
+    # CPU there must be enough kernels to keep all cores busy. A GPU's compiler computes
+    # the norm of a clip in the same pass for groups of four, but not of eight. A TPU's
+    # compiler would keep more gradients waiting in main memory.
     size_on_cpu = min(max(len(leaves) // 32, 1), 8)
     return lax.platform_dependent(
         leaves,

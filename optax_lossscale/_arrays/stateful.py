@@ -107,6 +107,7 @@ class Stateful(abc.ABC):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
+        """Makes a subclass a frozen dataclass, and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False)(cls)
         cls._classes.append(cls)
@@ -120,9 +121,12 @@ class Stateful(abc.ABC):
         )
 
     def __post_init__(self):
-        for name, check in self._checks.items():
-            value = getattr(self, name)
-            vars(self)[name] = check(name, value)
+        """Checks the configuration; one that overrides it has to call it."""
+        checked_values = {
+            name: check(name, getattr(self, name))
+            for name, check in self._checks.items()
+        }
+        self._set(**checked_values)
 
     def __eq__(self, other: object) -> bool:
         validation.check_concrete("==", (self, other))
@@ -135,7 +139,7 @@ class Stateful(abc.ABC):
         return hash((type(self), self._values(self._static_names)))
 
     def _set(self, **values: Any) -> None:
-        """Sets fields of an instance that is being made, as the class is frozen."""
+        """Sets fields of an instance that is being made, although it is frozen."""
         vars(self).update(values)
 
     def replace(self, **state: ArrayLike) -> Self:
@@ -158,10 +162,12 @@ class Stateful(abc.ABC):
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
                 f"fields are {known}. For another configuration, construct a new one."
             )
+        arrays = {
+            name: jnp.asarray(value, dtype_of(getattr(self, name)))
+            for name, value in state.items()
+        }
         new = copy.copy(self)
-        for name, value in state.items():
-            dtype = dtype_of(getattr(self, name))
-            vars(new)[name] = jnp.asarray(value, dtype)
+        new._set(**arrays)
         return new
 
     def get_config(self) -> dict[str, Any]:
@@ -229,7 +235,7 @@ class Stateful(abc.ABC):
         self = cls.__new__(cls)  # as `__init__` would set the initial state
         names = cls._static_names + cls._state_names
         values = (*static, *state)
-        vars(self).update(zip(names, values, strict=True))
+        self._set(**dict(zip(names, values, strict=True)))
         return self
 
 

@@ -11,13 +11,14 @@ number.
 
 import contextlib
 import inspect
-import re
 import reprlib
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
@@ -34,6 +35,11 @@ LARGEST_INT = int(np.iinfo(np.int32).max)
 _LIBRARIES = ("optax_lossscale", "jax")  # whose frames no warning names
 
 Check = Callable[..., Any]
+
+# The user's names of arguments, by those under which they were passed on
+_USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
+    "user_names", default=MappingProxyType({})
+)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -65,27 +71,27 @@ def warn(text: str) -> None:
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     """Raises the `ValueError` "`name` must be `allowed`, got `value`"."""
-    raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+    raise ValueError(f"{user_name(name)} must be {allowed}, got {shown(value)}")
+
+
+def user_name(name: str) -> str:
+    """The name that a user knows for this one: that of `user_names`, or itself."""
+    return _USER_NAMES.get().get(name, name)
 
 
 @contextlib.contextmanager
 def user_names(**arguments: str) -> Iterator[None]:
-    """Makes a `ValueError` of what is called here name the arguments of the caller.
+    """Makes the errors of what is called here name the arguments of the caller.
 
     Each keyword is such an argument, and its value the name under which it is passed
     on, as in `user_names(init_scale="initial_scale")`.
     """
-    user_name_of = {name: argument for argument, name in arguments.items()}
-
-    def renamed(word: re.Match[str]) -> str:
-        return user_name_of.get(word[0], word[0])
-
+    names = {name: user_name(argument) for argument, name in arguments.items()}
+    token = _USER_NAMES.set({**_USER_NAMES.get(), **names})
     try:
         yield
-    except ValueError as error:
-        rule, got, value = str(error).partition(", got ")
-        rule = re.sub(r"\w+", renamed, rule)
-        raise ValueError(rule + got + value) from None
+    finally:
+        _USER_NAMES.reset(token)
 
 
 def python_number(value: Any) -> int | float | None:
@@ -178,8 +184,12 @@ def check_bounds(
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if is_low or is_high:
-        least = "0" if min_scale is None else f"min_scale={min_scale!r}"
-        most = "infinity" if max_scale is None else f"max_scale={max_scale!r}"
+        least = "0"
+        most = "infinity"
+        if min_scale is not None:
+            least = f"{user_name('min_scale')}={min_scale!r}"
+        if max_scale is not None:
+            most = f"{user_name('max_scale')}={max_scale!r}"
         refuse("initial_scale", initial_scale, f"between {least} and {most}")
 
 

@@ -41,9 +41,9 @@ def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
 
 
 def distinct_nodes(nodes: list[T]) -> list[T]:
-    """The nodes without those made of the same variables as one before them.
+    """The nodes, but of several that hold the same variables only the first.
 
-    Those that hold no variables are all returned.
+    Nodes without variables are all returned.
     """
     first = {}
     for place, node in enumerate(nodes):
@@ -53,7 +53,7 @@ def distinct_nodes(nodes: list[T]) -> list[T]:
 
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
-    """The ids of the variables in a tree, by which two places hold the same one."""
+    """The ids of the variables in a tree; equal where two trees hold the same ones."""
     found = find_nodes(is_variable, tree)
     return tuple(map(id, found))
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import OVERFLOWS
@@ -55,6 +56,7 @@ class FixedLossScale(LossScale):
         super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
+        # A subclass's fields would be no arguments of this class's `__init__`.
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
         )
@@ -67,7 +69,7 @@ class FixedLossScale(LossScale):
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         return self
 
     def update(
@@ -78,7 +80,7 @@ class FixedLossScale(LossScale):
 
     def scale(self, tree: T) -> T:
         if self._is_one():
-            return map_inexact(lambda x: x, tree)
+            return map_inexact(lambda x: x, tree)  # which alone widens narrow floats
         return super().scale(tree)
 
     def unscale(self, tree: T) -> T:

@@ -7,8 +7,8 @@ alone are measured, steps overflow all the same. For these, it lowers the scale 
 bits more, the `reserve`.
 
 All of this is in bits, that is, in powers of two. Both the largest gradient remembered
-and the reserve fall while no step confirms them, by a bit in about `memory` steps; and
-each row of overflows makes the memory longer.
+and the reserve fall while no step confirms them, by at least a bit in `memory` steps.
+Each row of overflows makes the memory longer.
 """
 
 from typing import Any, Self
@@ -81,7 +81,7 @@ class HeadroomLossScale(LossScale):
     is broken. So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until
     a gradient explains the overflow, nothing overflows any more, or 32 bits have not
     helped. Each row of overflows doubles the `memory`: the number of steps, 0 at first,
-    in which `largest` and `reserve` fall by a bit.
+    in which `largest` and `reserve` fall by at least a bit.
 
     A step whose gradients are all zero measures nothing: `memory` stays, and `largest`
     falls by `fall`. Such gradients may be rare, or may all have underflowed. So without

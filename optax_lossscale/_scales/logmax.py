@@ -29,7 +29,7 @@ class LogMaxLossScale(LossScale):
     Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
     with bias-corrected averages::
 
-        x = log2(amax) if grads_finite else 2 ** log_max
+        x = log2(largest_gradient) if grads_finite else 2 ** log_max
         mean = average(x, beta1)
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
@@ -96,9 +96,9 @@ class LogMaxLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        amax = largest_on_all_replicas(grads, axis_name)
-        finite = jnp.isfinite(amax)
-        positive = jnp.maximum(amax, validation.SMALLEST)
+        gradient = largest_on_all_replicas(grads, axis_name)
+        finite = jnp.isfinite(gradient)
+        positive = jnp.maximum(gradient, validation.SMALLEST)
         x = jnp.where(finite, jnp.log2(positive), self._of_overflow())
         return self._observe(x), finite
 

@@ -117,8 +117,8 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored. If a
-            `mask` excludes some, the step passes a list of the rest.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored. A step
+            with a `mask` passes a list, with None for each gradient that it excludes.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide together, at the cost of communicating one scalar.
 
@@ -148,8 +148,8 @@ class LossScale(Stateful):
           tree: the loss, or any pytree.
 
         Returns:
-          The tree with its floating-point and complex leaves times the scale. 8- and
-          16-bit floats become float32, as they may not hold the product; wider floats
+          The tree with its floating-point and complex leaves times the scale. Floats of
+          16 bits or fewer become float32, as they may not hold the product; wider ones
           keep their dtype. All other leaves are returned as they are.
         """
         scale = self()

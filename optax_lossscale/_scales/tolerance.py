@@ -47,7 +47,8 @@ class ToleranceLossScale(LossScale):
       growth_interval: finite steps in a row after which the scale grows.
       factor: multiplies the scale to grow, and divides it to back off; at least 1.
       tolerance: the share of overflows that it takes to back off, in [0, 1].
-      threshold: a floor at which the scale stays without being exhausted, or None.
+      threshold: a floor above `min_scale`, at which the scale stays without being
+        exhausted, or None.
       min_scale: a bound that the scale always stays above.
 
     Attributes:
@@ -87,7 +88,7 @@ class ToleranceLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         if not self.initial_scale > self.min_scale:
-            allowed = f"above min_scale={self.min_scale!r}"
+            allowed = f"above {validation.user_name('min_scale')}={self.min_scale!r}"
             validation.refuse("initial_scale", self.initial_scale, allowed)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:

@@ -72,7 +72,7 @@ class SkipRule(Stateful):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        """Decides about one finite step.
+        """Decides about one step, as if it were finite.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
@@ -80,25 +80,25 @@ class SkipRule(Stateful):
 
         Returns:
           The new rule, with this one's structure, shapes and dtypes; and a bool, True
-          to apply the step.
+          to apply the step. Neither is used if the step is not finite.
         """
 
     def update(
         self, norm: ArrayLike, value: ArrayLike | None = None
     ) -> tuple[Self, jax.Array]:
-        """Decides about one finite step, and updates the counts.
+        """Decides about one step, as if it were finite, and updates the counts.
 
         Args:
-          norm: the global L2 norm of the unscaled gradients, finite; shape ().
-          value: the true loss, finite, shape (); or None.
+          norm: the global L2 norm of the unscaled gradients; shape ().
+          value: the true loss, shape (); or None.
 
         Returns:
           The new rule, and `should_apply`, a bool, shape ().
 
         Raises:
           ValueError: if the rule needs the loss, but there is none.
-          TypeError: if `decide` returns a rule of another type or configuration, state
-            of other shapes, or a flag that is not of shape ().
+          TypeError: if `decide` returns a rule of another type or configuration, or
+            with state of other shapes; or a flag that is not of shape ().
         """
         norm = jnp.asarray(norm, jnp.float32)
         if value is not None:

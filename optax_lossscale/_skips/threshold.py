@@ -10,7 +10,7 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._skips.rule import SkipRule
 
-_UNTIL_THEN = 1e10  # AxLearn's threshold for the first `min_count` applied steps
+_UNTIL_THEN = 1e10  # AXLearn's threshold for the first `min_count` applied steps
 
 
 class ThresholdSkipRule(SkipRule):
@@ -81,6 +81,7 @@ class MovingAverageSkipRule(SkipRule):
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         is_usual = norm < self._threshold()
+        # If one square were infinite, all thresholds from then on would be.
         square = jnp.minimum(jnp.square(norm), validation.LARGEST)
         learned = self.replace(
             count=optax.safe_increment(self.count),

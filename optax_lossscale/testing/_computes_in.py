@@ -52,6 +52,7 @@ def assert_computes_in(
           ...
       AssertionError: 2 of 2 matrix products and convolutions compute in another dtype than...
     """
+    validation.check_function("step", step)
     dtype = validation.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
     products = [p for p in report.products if jnp.issubdtype(p.dtype, jnp.inexact)]

@@ -30,7 +30,7 @@ _SAMPLE = 2**16  # how many numbers of an array are compared at most
 class Contents(NamedTuple):
     """What a tree of arguments or outputs holds, on the host."""
 
-    numbers: Numbers  # flat; without loss scales, skip rules and PRNG keys
+    numbers: Numbers  # flat; without loss scales and skip rules
     loss_scales: list[LossScale]
     states: list[LossScaleState]
     counts: list[np.ndarray]  # the integers in optimizers' states, flat
@@ -40,8 +40,8 @@ class Contents(NamedTuple):
 def contents(tree: Any, old: Iterable[Any] = ()) -> Contents:
     """What a tree holds: all in its `RESULT`, and elsewhere what is not all `old`.
 
-    The old arrays are those that the step was given. What it did not change may have
-    been donated, so that it cannot be read.
+    `old` are the arrays that the step was given. Those that it did not change it may
+    have donated, and then they cannot be read.
     """
     old_ids = set(map(id, old))
     arrays = _made(numbers_in(tree), old_ids)
@@ -72,7 +72,7 @@ def _made(parts, old_ids):
 
 
 def numbers_in(tree: Any) -> Numbers:
-    """The numbers of a tree by path, without loss scales, skip rules and PRNG keys.
+    """The numbers and bools of a tree by path, without loss scales and skip rules.
 
     A variable that occurs several times is at the first of its paths only.
     """
@@ -88,7 +88,7 @@ def numbers_in(tree: Any) -> Numbers:
         if is_variable(x):
             seen.add(id(x))
         array = without_variables(x)
-        if is_array_leaf(array) and not _is_key(array):
+        if is_array_leaf(array) and _is_numeric(array):
             numbers[path] = array
     return numbers
 
@@ -141,21 +141,27 @@ def _is_integer(x):
     return jnp.issubdtype(dtype_of(x), jnp.integer)
 
 
-def _is_key(x):
-    """Whether this is an array of PRNG keys."""
-    return jnp.issubdtype(dtype_of(x), jax.dtypes.extended)
+def _is_numeric(x):
+    """Whether this is an array of numbers or bools, and not of keys, text or objects."""
+    dtype = dtype_of(x)
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def flat(x: Any) -> np.ndarray:
     """The numbers of an array as a vector of float64 or int64, on the host.
 
-    A complex number becomes two numbers. Of a large array, it is a sample.
+    They are rounded to the dtype in which JAX computes with them: a Python float, or a
+    float64 array of NumPy's, to float32, unless 64-bit types are enabled. A complex
+    number becomes two numbers. Of a large array, it is a sample.
     """
     numbers = np.ravel(jax.device_get(x))
     numbers = numbers[:: 1 + numbers.size // _SAMPLE]
+    if not is_inexact_leaf(x):
+        return numbers.astype(np.int64)
+    numbers = numbers.astype(dtype_of(x))
     if np.iscomplexobj(numbers):
         numbers = numbers.view(numbers.real.dtype)
-    return numbers.astype(np.float64 if is_inexact_leaf(numbers) else np.int64)
+    return numbers.astype(np.float64)
 
 
 def is_finite(x: np.ndarray) -> bool:

@@ -29,7 +29,7 @@ from optax_lossscale.testing._contents import (
 )
 from optax_lossscale.testing._trial import Trial
 
-# The exponents of finite loss scales at which gradients overflow
+# The exponents of finite loss scales at which most gradients overflow
 _OVERFLOWING = (126, 124)
 
 
@@ -150,4 +150,4 @@ def _copy(x, number):
         return jax.device_put(np.asarray(number, x.dtype), sharding)
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
-    return x if number is None else float(number)
+    return x if number is None else type(x)(number)

@@ -1,8 +1,8 @@
 """The assertion that an overflow, or a NaN in the batch, leaves nothing behind.
 
-The evidence are trials in which the step should be skipped: at loss scales at which
-gradients overflow, and with a NaN in the batch. There the carry of the step, what comes
-back to the next one, should be as it was given.
+The evidence consists of trials in which the step should be skipped: at loss scales at
+which gradients overflow, and with a NaN in the batch. There the carry of the step, that
+is, what comes back to the next one, should be as it was given.
 
 Each of the functions below asks for one fault. It returns the fault as text, which is
 empty if there is none.
@@ -37,13 +37,15 @@ def assert_survives_overflow(
     """Raises if gradients that overflow, or a NaN in the batch, leave something behind.
 
     Such a step must be skipped. Then the parameters, the optimizer's state and every
-    other float that is given to the next step are as they were. Only integers outside
-    of the optimizer's state may count, PRNG keys move on, the skip is counted, and the
-    loss scale adapts, unless it is fixed. What is only returned, such as the loss and
-    norms to be logged, may be anything. This assertion finds batch statistics, hidden
-    states and averages without `where_applied`, replicas of `shard_map` that drift
-    apart, and steps that are not skipped at all. Put it into your tests beside
-    `assert_scale_invariant`, with the same arguments.
+    other float that is given to the next step must be as they were, the skip must be
+    counted, and the loss scale must adapt, unless it is fixed. PRNG keys, integers
+    outside of the optimizer's state, and what is only returned, such as the loss and
+    norms to be logged, may be anything.
+
+    This assertion finds batch statistics, hidden states and averages without
+    `where_applied`, replicas of `shard_map` that drift apart, and steps that are not
+    skipped at all. Put it into your tests beside `assert_scale_invariant`, with the
+    same arguments.
 
     It runs the step on copies of its arguments: with loss scales at which gradients
     overflow, up to infinity; with a NaN in the batch, the first array of floats that is
@@ -66,7 +68,8 @@ def assert_survives_overflow(
       ValueError: if there is no loss scale among the arguments, or several; if nothing
         that it is given comes back from the step; or if a name to ignore is not that of
         an output.
-      TypeError: if the arguments are traced.
+      TypeError: if the arguments are traced, or an argument `ignore` of the step's own
+        gets no value.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -100,7 +103,7 @@ def assert_survives_overflow(
         or left_behind(to_be_skipped, judged)
         or _uncounted(overflowing)
         or _counts_on(overflowing)
-        or _applied_at_infinity(experiment, infinite, usual, judged)
+        or _overflow_applied(experiment, infinite, usual, judged)
         or _after_nan(experiment, carry, judged)
     )
     if fault:
@@ -141,7 +144,7 @@ def _counts_on(trials):
     return ""
 
 
-def _applied_at_infinity(experiment, infinite, usual, judged):
+def _overflow_applied(experiment, infinite, usual, judged):
     """The fault that a step is applied at an infinite loss scale.
 
     `infinite` is the trial at that scale, and `usual` one at the scale that was given.

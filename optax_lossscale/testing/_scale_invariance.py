@@ -1,6 +1,6 @@
 """The assertion that nothing but the loss scale depends on the loss scale.
 
-The evidence is of three kinds. At falling loss scales, from the highest at which the
+There are three kinds of evidence. At falling loss scales, from the highest at which the
 step is applied, each output is a series, which should not depend on the loss scale. At
 loss scales at which gradients overflow, the step should be skipped. And where the loss
 scale is about to grow, the outputs should be those of any other step.
@@ -87,7 +87,8 @@ def assert_scale_invariant(
         skipped at nearly every loss scale and returns numbers that are not finite; if
         two runs of it differ; if nothing that it is given comes back from it; or if a
         name to ignore is not that of an output.
-      TypeError: if the arguments are traced.
+      TypeError: if the arguments are traced, or an argument `ignore` of the step's own
+        gets no value.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -130,15 +131,15 @@ def _fault(experiment, ignore):
     usual = falling[0]
     infinite = overflowing[-1]
     judged = not_ignored(ignore, usual.outputs)
-    series = _series(experiment, falling, judged)
-    by_powers = powers(series)
-    differing = _differing(series, falling, infinite)
+    all_series = _all_series(experiment, falling, judged)
+    by_powers = powers(all_series)
+    differing = _differing(all_series, falling, infinite)
     return (
         _divided(by_powers)
         or _overflow_applied(infinite, differing)
-        or _multiplied(by_powers, series, usual)
-        or _in_carry(experiment, overflowing, falling, series, differing)
-        or _at_growth(experiment, falling, series)
+        or _multiplied(by_powers, all_series, usual)
+        or _in_carry(experiment, overflowing, falling, all_series, differing)
+        or _at_growth(experiment, falling, all_series)
     )
 
 
@@ -178,25 +179,25 @@ def _never_applied(experiment, falling):
     return _NEVER.format(times=len(falling))
 
 
-def _series(experiment, falling, judged):
+def _all_series(experiment, falling, judged):
     """The series of each output in `judged` at the falling loss scales, by path."""
     exponents = np.array([trial.exponent for trial in falling])
     again = experiment.trial(falling[0].loss_scale).outputs
     without = _without_gradients(experiment)
-    series = {}
+    all_series = {}
     for path in judged:
         if any(path not in trial.outputs for trial in falling):
             continue
         values = np.stack([trial.outputs[path] for trial in falling])
-        one = Series(exponents, values, again[path], without.get(path))
-        if one.is_noisy:
+        series = Series(exponents, values, again[path], without.get(path))
+        if series.is_noisy:
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
                 "step all that it depends on as arguments that can be copied: batches "
                 "and PRNG keys as arrays, not iterators or generators"
             )
-        series[path] = one
-    return series
+        all_series[path] = series
+    return all_series
 
 
 def _without_gradients(experiment):
@@ -210,7 +211,7 @@ def _without_gradients(experiment):
     return lowest.outputs if is_narrow and lowest.was_applied else {}
 
 
-def _differing(series, falling, infinite):
+def _differing(all_series, falling, infinite):
     """The outputs that are not the same at the infinite and all falling loss scales.
 
     An output that is the same at all of them, such as the mean of a batch, does not
@@ -221,7 +222,7 @@ def _differing(series, falling, infinite):
         numbers = infinite.outputs[path]
         return all(equal(numbers, trial.outputs[path]) for trial in falling)
 
-    judged = [path for path in series if path in infinite.outputs]
+    judged = [path for path in all_series if path in infinite.outputs]
     return [path for path in judged if not is_the_same(path)]
 
 
@@ -242,10 +243,10 @@ def _overflow_applied(infinite, differing):
     return ""
 
 
-def _multiplied(by_powers, series, usual):
+def _multiplied(by_powers, all_series, usual):
     """The fault that outputs depend on gradients that are still scaled."""
     # In a silent step, a change may be that of a step that was skipped.
-    changing = {} if usual.is_silent else unexplained_changes(series)
+    changing = {} if usual.is_silent else unexplained_changes(all_series)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
         for path, (high, low) in changing.items()
@@ -262,11 +263,11 @@ def _named(by_powers):
     return [f"2**{power}: {name_of(path)}" for path, power in by_powers.items()]
 
 
-def _in_carry(experiment, overflowing, falling, series, differing):
+def _in_carry(experiment, overflowing, falling, all_series, differing):
     """The fault of outputs that come back to the step as they should not."""
     usual = falling[0]
     nudged = nudges(experiment, [usual, overflowing[-1]])
-    carry = within(find_carry(experiment, usual, nudged), series)
+    carry = within(find_carry(experiment, usual, nudged), all_series)
     to_be_skipped = overflowing + [nudge.repeated for nudge in nudged]
     return (
         listed(_NOT_FINITE, _not_finite(falling, carry), APPLIED_REMEDY)
@@ -308,7 +309,7 @@ def _lost_weights(experiment, usual, carry):
     return [path for path in carry if _WEIGHTS in path and is_lost(outputs[path])]
 
 
-def _at_growth(experiment, falling, series):
+def _at_growth(experiment, falling, all_series):
     """The fault that outputs differ at a step at which the loss scale grows.
 
     None is found if that step is skipped.
@@ -322,12 +323,13 @@ def _at_growth(experiment, falling, series):
         return ""
 
     def is_changed(path):
-        usual = steady.outputs[path]
-        grown = growing.outputs.get(path, usual)
+        steady_numbers = steady.outputs[path]
+        numbers = growing.outputs.get(path, steady_numbers)
         # Integers and bools may be counts and flags of the growth.
-        return usual.dtype == np.float64 and series[path].differs(usual, grown)
+        is_float = numbers.dtype == np.float64
+        return is_float and all_series[path].differs(steady_numbers, numbers)
 
-    changing = [path for path in series if is_changed(path)]
+    changing = [path for path in all_series if is_changed(path)]
     return listed(_AT_GROWTH, changing, _ADAPTED)
 
 

@@ -83,9 +83,9 @@ class Series(NamedTuple):
     def emerging(self) -> np.ndarray:
         """Which numbers emerge from underflow at which falls; shape (falls, numbers).
 
-        Such a number is as it is without gradients after the fall, and not before. If
-        the output is one number, that may be a flag of how large gradients are, and
-        does not count.
+        A number emerges at a fall if at the lower of the two loss scales it is as it is
+        without gradients, and at the higher one is not. If the output is a single
+        number, it may be a flag of how large gradients are, and does not count.
         """
         before = self.values[:-1]
         after = self.values[1:]
@@ -134,16 +134,18 @@ def unexplained_changes(
     Each with the exponents of the loss scales between which it first does, the higher
     one first.
     """
-    emerging = {}
-    for path, series in all_series.items():
-        emerging[path] = series.emerging().any(axis=1)
-    how_many_emerge = sum(emerging.values())
+    # 1 at each fall at which numbers of the output emerge, and 0 at all others
+    emerges = {
+        path: series.emerging().any(axis=1).astype(int)
+        for path, series in all_series.items()
+    }
+    how_many_emerge = sum(emerges.values())
     found = {}
     for path, series in all_series.items():
         # Where numbers of another output emerge from underflow, an output that is
         # computed from many numbers may change for that reason.
-        none_elsewhere = np.equal(how_many_emerge, emerging[path])
-        is_unexplained = series.unexplained() & none_elsewhere
+        others_that_emerge = how_many_emerge - emerges[path]
+        is_unexplained = series.unexplained() & (others_that_emerge == 0)
         falls = np.flatnonzero(is_unexplained)
         if falls.size:
             first = falls[0]

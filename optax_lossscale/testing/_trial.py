@@ -7,6 +7,7 @@ another way after an applied one. A step that returns neither is silent.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -46,7 +47,7 @@ class Trial:
     def is_infinite(self) -> bool:
         """Whether the loss scale was infinite, where all gradients overflow."""
         is_fixed = not jax.tree.leaves(self.loss_scale)
-        return self.fixed_overflow if is_fixed else np.isinf(self.exponent)
+        return self.fixed_overflow if is_fixed else math.isinf(self.exponent)
 
     @functools.cached_property
     def adapted(self) -> tuple[LossScale, LossScale]:
@@ -56,10 +57,11 @@ class Trial:
 
     @functools.cached_property
     def flags(self) -> np.ndarray:
-        """Whether the step was applied, by all outputs that say it; bools, (flags,).
+        """Whether the step was applied, by each output that says it; bools, (flags,).
 
-        They are the flags of the states, of each replica; all False if a loss scale has
-        adapted as after a skipped step. Without states, each loss scale gives one.
+        Each state gives a flag for each of its replicas. They are all False if a loss
+        scale has adapted as after a skipped step. Without states, each loss scale gives
+        a flag.
         """
         if_skipped, if_applied = self.adapted
         loss_scales = self.made.loss_scales
@@ -107,7 +109,10 @@ def _skipped_steps(contents):
 
 
 def same(x: LossScale, y: LossScale) -> bool:
-    """Whether two loss scales have the same state. A fixed one is as any other."""
+    """Whether two loss scales have the same state.
+
+    True if one of them is fixed, as it has no state that could differ.
+    """
     numbers = map(flat, jax.tree.leaves(x))
     others = map(flat, jax.tree.leaves(y))
     return all(map(equal, numbers, others))

@@ -175,7 +175,7 @@ def test_takes_arrays_where_the_reference_takes_them():
     ],
 )
 def test_tf_keras_fixed_needs_a_scale_and_nothing_else(arguments):
-    with pytest.raises(ValueError, match="with dynamic=False give initial_scale"):
+    with pytest.raises(ValueError, match="with dynamic=False, pass initial_scale"):
         presets.tf_keras(**arguments)
 
 

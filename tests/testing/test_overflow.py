@@ -8,6 +8,7 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen
@@ -616,3 +617,32 @@ def test_a_step_that_does_not_tell_whether_it_was_applied_is_not_accused(check):
         return optax.tree.where(ols.all_finite(grads), (new_params, new), old)
 
     check(step, PARAMS, INNER.init(PARAMS), LOSS_SCALE)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 0.3j, np.float64(0.3), np.full(3, 0.3)])
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_an_argument_that_jax_rounds_to_32_bits_is_not_taken_for_changed(check, mean):
+    @jax.jit
+    def step(params, state, mean, rate):
+        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
+        mean = ols.where_applied(state, 0.9 * mean + 0.1 * loss, mean)
+        return params, state, mean, rate
+
+    params, state = begun(TX)
+    check(step, params, state, mean, 0.1)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_arrays_of_text_and_of_objects_are_passed_on(check):
+    def step(params, state, batch):
+        assert batch["names"].tolist() == ["a", "b"]
+        return compiled(loss_fn, state, params, batch["x"], Y)
+
+    compiled = jax.jit(TX.minimize, static_argnums=0)
+    objects = np.array([None, "a"], object)
+    batch = {"x": X, "names": np.array(["a", "b"]), "objects": objects}
+    check(step, *begun(TX), batch)
