@@ -85,7 +85,7 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
         if is_narrowed(eqn):
             results = [Kind.PRODUCT]
         elif may_be_rewritten(eqn):
-            results = _of_held(eqn, operands)
+            results = _of_entered(eqn, operands)
         else:
             results = [_of_result(eqn, operands)] * len(eqn.outvars)
             part = part_of(eqn, [kind in _FACTORS for kind in operands], parts)
@@ -198,7 +198,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     return inside
 
 
-def _of_held(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
+def _of_entered(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     """The kinds of the results of an equation that may be rewritten."""
     inside = kinds_inside(eqn, operands)
     # Each result may come from any of the programs, or be the initial carry of a loop.

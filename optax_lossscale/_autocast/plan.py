@@ -52,12 +52,12 @@ def plan_for(
       kinds: their kinds.
       casting: how it is rewritten.
     """
-    program = open_jaxpr(jaxpr)
+    traced = open_jaxpr(jaxpr)
     takes = tuple(
         dtype_in(x if dtype_in(x) == casting.low else v)
-        for x, v in zip(args, program.invars, strict=True)
+        for x, v in zip(args, traced.invars, strict=True)
     )
-    gives = tuple(dtypes_in(program.outvars))
+    gives = tuple(dtypes_in(traced.outvars))
     nothing = (NOTHING,) * len(gives)  # nothing is done with results
     return _plan(jaxpr, takes, gives, tuple(kinds), nothing, casting)
 
@@ -78,12 +78,12 @@ def _plan(
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
         casting = casting._replace(keeps=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)
-    held = {eqn: _held(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
-    return Plan(takes, gives, facts.program, store(facts, held), casting)
+    rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
+    return Plan(takes, gives, facts.program, store(facts, rewritten), casting)
 
 
-def _held(facts: Facts, eqn: JaxprEqn) -> Step:
-    """The step of an equation that holds products, with plans for its programs."""
+def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
+    """The step of an equation that is rewritten, with the plans for its programs."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
     takes, gives = _dtypes_inside(facts, eqn, kinds, results)

@@ -75,7 +75,7 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
 
 
 def region_of_equation(
-    facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes
+    facts: Facts, eqn: JaxprEqn, rewritten: Step | None, wanted: Dtypes
 ) -> Region:
     """The region of an equation that runs by itself, which stores all of its results.
 
@@ -86,14 +86,14 @@ def region_of_equation(
     Args:
       facts: the facts about the program.
       eqn: the equation.
-      held: its step, if it holds products.
+      rewritten: its step with the plans for its programs, if it is rewritten.
       wanted: the values that are read later, with the dtypes for storing them.
     """
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
     is_sent = _moves_rounded(eqn, results, low) and Is.CHEAP not in traits(eqn)
     casts = _rounds if is_sent else _takes
-    steps = [held or Step(eqn, casts(eqn, low))]
+    steps = [rewritten or Step(eqn, casts(eqn, low))]
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
     return Region(steps, _reads(facts, steps, results), stores)
 

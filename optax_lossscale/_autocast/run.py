@@ -150,7 +150,7 @@ def _run_step(
         return _product(eqn, operands)
     with eqn.ctx.manager:
         if step.plans:
-            return _run_held(step, operands, casting, functions)
+            return _run_rewritten(step, operands, casting, functions)
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
         low = casting.low
@@ -159,10 +159,10 @@ def _run_step(
     return bind(eqn, operands)
 
 
-def _run_held(
+def _run_rewritten(
     step: Step, operands: list[Any], casting: Casting, functions: Functions
 ) -> list[Any]:
-    """The results of a step that holds programs, each of which runs by its plan."""
+    """The results of a step whose equation is rewritten: its programs run by plans."""
     eqn = step.eqn
     programs = [_program_function(plan, step, functions) for plan in step.plans]
     with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
