@@ -20,7 +20,7 @@ import numpy as np
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import is_of_nnx, is_variable
 from optax_lossscale._autocast import nnx
-from optax_lossscale._programs.values import FLOAT32, in_dtype
+from optax_lossscale._programs.values import FLOAT32, astype
 
 
 class Call(NamedTuple):
@@ -93,7 +93,7 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
     if not is_traceable(x):
         return None
     is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
-    return in_dtype(FLOAT32, x) if is_low else x
+    return astype(x, FLOAT32) if is_low else x
 
 
 def _split(

@@ -16,7 +16,7 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
 from optax_lossscale._autocast.products import SCOPE, reasons_left
 from optax_lossscale._autocast.run import run
-from optax_lossscale._programs.values import dtypes_in, in_dtypes
+from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
 
 
@@ -124,7 +124,7 @@ def autocast(
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
-            return call.result(in_dtypes(dtypes, list(map(jnp.asarray, results))))
+            return call.result(astypes(list(map(jnp.asarray, results)), dtypes))
 
     def plan_of_call(*args, **kwargs):
         """The plan of a call; print it to see which dtypes run, and what is stored."""

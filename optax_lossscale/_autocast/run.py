@@ -28,7 +28,7 @@ from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_prod
 from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
+from optax_lossscale._programs.values import astype, astypes, dtype_in, dtypes_in
 from optax_lossscale._programs.versions import bind, name_of
 
 # The policy of regions that keep reductions, to which `_run_region` gives the name
@@ -54,14 +54,14 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 def _run(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
     """The results of a program; what several places run is added to `functions`."""
     program = plan.program
-    args = in_dtypes(plan.takes, args)
+    args = astypes(args, plan.takes)
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
     for region in plan.regions:
         operands = [values[v] for v in region.reads]
         stored = _region_function(region, plan, functions)(operands)
         values |= zip(region.stores, stored, strict=True)
     results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
-    return in_dtypes(plan.gives, results)
+    return astypes(results, plan.gives)
 
 
 # --- functions that several places share ---
@@ -111,10 +111,10 @@ def _run_region(
     # in that dtype, before the transpose of the cast rounds the sum.
     @functools.cache
     def cast(v, dtype):
-        return in_dtype(dtype, values[v])
+        return astype(values[v], dtype)
 
     def read(v, dtype):
-        return in_dtype(dtype, v.val) if isinstance(v, Literal) else cast(v, dtype)
+        return astype(v.val, dtype) if isinstance(v, Literal) else cast(v, dtype)
 
     for step in region.steps:
         eqn = step.eqn
@@ -170,8 +170,8 @@ def _run_rewritten(
         return enter(eqn, operands, programs)
 
     def original(*operands):
-        traced = in_dtypes(dtypes_in(eqn.invars), operands)
-        return in_dtypes(step.plans[0].gives, bind(eqn, traced))
+        traced = astypes(operands, dtypes_in(eqn.invars))
+        return astypes(bind(eqn, traced), step.plans[0].gives)
 
     rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
     return with_rule(programs[0], original, operands, rewrite)
@@ -193,12 +193,12 @@ def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
 
     @jax.custom_jvp
     def spread(x):
-        return bind(eqn, [in_dtype(low, x)])
+        return bind(eqn, [astype(x, low)])
 
     @spread.defjvp
     def tangents_of_spread(primals, tangents):
         wide = bind(eqn, tangents)
-        return spread(*primals), [in_dtype(low, x) for x in wide]
+        return spread(*primals), [astype(x, low) for x in wide]
 
     return spread(*operands)
 
@@ -215,7 +215,7 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
         arrays = jax.tree.leaves(args)
         plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)
         leaves, structure = jax.tree.flatten(types)
-        results = in_dtypes(dtypes_in(leaves), run(plan, arrays))
+        results = astypes(run(plan, arrays), dtypes_in(leaves))
         return jax.tree.unflatten(structure, results)
 
     return of_arrays

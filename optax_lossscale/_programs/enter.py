@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtypes_in, in_dtypes
+from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
@@ -66,7 +66,7 @@ def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
 
     def body(carry, xs):
         results = function([*consts, *carry, *xs])
-        return in_dtypes(dtypes_in(carry), results[:n_carry]), results[n_carry:]
+        return astypes(results[:n_carry], dtypes_in(carry)), results[n_carry:]
 
     carry = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
@@ -91,7 +91,7 @@ def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
         return flag
 
     def step(carry):
-        return in_dtypes(dtypes_in(carry), function(inputs(of_body, carry)))
+        return astypes(function(inputs(of_body, carry)), dtypes_in(carry))
 
     return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 

@@ -52,8 +52,8 @@ def is_narrow_dtype(dtype: Any) -> bool:
     )
 
 
-def in_dtype(dtype: Any, x: Any) -> Any:
-    """Casts an array; returns it as it is if `dtype` is None, or if it has no dtype."""
+def astype(x: Any, dtype: Any) -> Any:
+    """Casts an array; with None for the dtype, or for an `x` without one, returns `x`."""
     now = dtype_in(x)
     has_none = dtype is None or now is None  # NumPy's float64 equals None
     if has_none or now == dtype:
@@ -77,9 +77,9 @@ def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[A
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """Casts each array to the dtype at its place, as `in_dtype` does."""
-    return [in_dtype(dtype, x) for dtype, x in zip(dtypes, xs, strict=True)]
+def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Casts each array to the dtype at its place, as `astype` does."""
+    return [astype(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
 def dtypes_in(variables: Sequence[Any]) -> list[Any]:
