@@ -1,8 +1,8 @@
 """Find islands that compute the same, so that JAX traces one function for all of them.
 
 The layers of a model are often alike, and JAX takes long to trace the derivatives of
-`jax.checkpoint`. Two layers have different variables for the same values, so a key has
-the places of values in their island instead.
+`jax.checkpoint`. Each layer has variables of its own, so a key has the
+places of values in their island instead.
 """
 
 from collections.abc import Callable, Hashable

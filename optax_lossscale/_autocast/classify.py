@@ -66,11 +66,12 @@ Kinds = Sequence[Kind]
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # they leave a range as it is
 _CONSTANTS = _FACTORS | {Kind.LARGE}
 _IN_RANGE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
-# By sizes of literals: what is multiplied or divided by one keeps its range, about
+# Bounds for the sizes of literals that about keep the range of what they multiply,
+# divide, or are added to
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
 _SMALLEST_DIVISOR = 2**-2
-_LARGEST_TERM = 2**8  # and what one is added to
+_LARGEST_TERM = 2**8
 
 
 @remembered
@@ -104,10 +105,11 @@ def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
 
 def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of a value that may come from values of any of these kinds."""
-    kinds = set(kinds)
+    different = set(kinds)
+    latest = max(different)
     # A PRODUCT is rounded wherever it is made; a parameter beside it is not.
-    is_mixed = max(kinds) == Kind.PRODUCT and len(kinds) > 1
-    return Kind.SUM if is_mixed else max(kinds)
+    is_mixed = latest == Kind.PRODUCT and len(different) > 1
+    return Kind.SUM if is_mixed else latest
 
 
 def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
@@ -157,8 +159,8 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
 def _of_literal(literal: Literal) -> Kind:
     """The kind of a literal, by its size.
 
-    A literal of several factors is LARGE: two multiplications by 200 would bring 2
-    beyond the range of float16.
+    One that is LARGE may be added, but is no factor: two multiplications by 200 would
+    bring 2 beyond the range of float16.
     """
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
@@ -178,9 +180,9 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     They are those outside, except for the carry of a loop, whose kind has to hold in
     every round.
     """
-    # A scan over layers carries the stream that goes from layer to layer, which without
-    # a scan is a SUM as well. A scan over time steps may carry a running sum, which
-    # needs float32, and so may a `while`.
+    # A scan over layers carries the stream that goes from layer to layer, which would
+    # be a SUM without the scan, too. A scan over time steps, or a `while`, may carry a
+    # running sum, which needs float32.
     inside = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
     carried = carried_by(eqn)

@@ -72,8 +72,8 @@ _LEFT_OUT = {
     "choice": ("number",),
     "times": ("factor",),
 }
-# The least terms of a mean: over devices, where a sum counts as one term, it has a
-# fraction of 1
+# The least terms of a mean. A mean over devices has fewer than 1: its sum counts as one
+# term, and is divided by the number of devices.
 _FEWEST = 2**-12
 
 

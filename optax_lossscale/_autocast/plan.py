@@ -97,8 +97,8 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
         plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
-    # Between two rounds a carry is in float32 if it is so after the last one, so that
-    # the last one is not rounded.
+    # If the body takes a carry in 16 bits but gives it in float32, the loop carries
+    # float32, and each round rounds what it takes. So the last result is not rounded.
     for n, given in zip(carried_by(eqn), gives, strict=False):
         if takes[n] != given:
             takes[n] = dtype_in(eqn.invars[n])

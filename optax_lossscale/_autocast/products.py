@@ -140,7 +140,7 @@ def _why_left(eqn: Any) -> list[str]:
 
 
 def _why_not_rewritten(eqn: Any) -> str:
-    """Why the programs in an equation are not rewritten; "" if they are."""
+    """Why the programs in an equation cannot be rewritten; "" if they can."""
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
     if is_placed(eqn):
@@ -157,9 +157,9 @@ def _why_not_rewritten(eqn: Any) -> str:
 def _waits(eqn: Any) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
-    It does not if its condition follows from integers and booleans alone, such as a
-    count of rounds, which in the body follow from such alone, too. One with a flag for
-    each example of a `vmap` is taken to wait.
+    It does not if its condition is computed from integers and booleans alone, such as a
+    count of rounds, and the body computes the next ones from integers and booleans
+    alone. A loop with a flag for each example of a `vmap` is taken to wait.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
     if condition.outvars[0].aval.shape:
@@ -177,7 +177,7 @@ def _waits(eqn: Any) -> bool:
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
-    """The variables from which results of a program are computed, and the results."""
+    """The variables from which some results of a program are computed, and these."""
     needed = set(variables(results))
     for eqn in reversed(program.eqns):
         if not needed.isdisjoint(eqn.outvars):

@@ -15,7 +15,7 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
     is_float,
-    numbers_in,
+    size_of,
     variables,
 )
 
@@ -39,7 +39,7 @@ def kept(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
     To recompute one would take another pass over its operand. Keeping them saves bytes
     in a cross-entropy over a large vocabulary, and in the batch norms of a ResNet.
     """
-    largest = max(numbers_in(v.aval) for v in stored)
+    largest = max(size_of(v.aval) for v in stored)
     read_here = {v for eqn in eqns for v in variables(eqn.invars)}
     reductions = {eqn.outvars[0] for eqn in eqns if _takes_a_pass(eqn, largest)}
     return frozenset(reductions & read_here)
@@ -66,8 +66,8 @@ def _takes_a_pass(eqn: Any, largest: int) -> bool:
     if Is.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
     operand = eqn.invars[0].aval
-    n_before = numbers_in(operand)
-    n_left = numbers_in(eqn.outvars[0].aval)
+    n_before = size_of(operand)
+    n_left = size_of(eqn.outvars[0].aval)
     # A compiler sums over rows, and computes from the sums what is stored for these
     # rows, in one kernel, as in the softmax of attention, which would move more bytes
     # if its sums were kept.

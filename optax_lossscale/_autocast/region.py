@@ -2,9 +2,9 @@
 
 `region_of_island` and `region_of_equation` make a region from its equations and from
 what it stores. A step of an island casts its operands to the dtypes in which they were
-traced; a few sums round them instead, as their results are rounded anyway. From the
-casts follows in which dtypes the region reads values from outside: in 16 bits those
-that only products read, or steps that move them to products.
+traced; a few sums round them instead, as their results are rounded anyway. The casts
+say in which dtypes the region reads values from outside: in 16 bits those that only
+products read, or steps that move them to products.
 """
 
 import dataclasses
@@ -116,9 +116,9 @@ def _rounding_sums(
 ) -> set[JaxprEqn]:
     """The sums of an island that round the numbers that they add.
 
-    They are those that are stored in 16 bits, or from which such a value is chosen. So
-    the compiler need not store their operands in float32. This saves bytes in a ResNet
-    and in transformers, and in a ResNet memory as well.
+    They are those that are stored in 16 bits, and those that such a sum adds or chooses
+    from. So the compiler need not store their operands in float32. This saves bytes in
+    a ResNet and in transformers, and in a ResNet memory as well.
     """
     low = facts.low
     rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}
@@ -158,7 +158,7 @@ def _rounds(eqn: JaxprEqn, low: Any) -> list[Any]:
 
 
 def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
-    """The values that steps read from outside, with the dtypes they need them in."""
+    """The values that steps read from outside, each with the dtype that they need."""
     low = facts.low
     needed = dict(results)
     for step in reversed(steps):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.alike import in_common
@@ -106,6 +106,7 @@ def _run_region(
 ) -> list[Any]:
     """Runs the steps of a region, and returns the values that it stores."""
     values = dict(zip(region.reads, operands, strict=True))
+    stored: dict[Var, Any] = {}
 
     # Steps that read a value in one dtype share one cast. So its cotangents are summed
     # in that dtype, before the transpose of the cast rounds the sum.
@@ -125,9 +126,9 @@ def _run_region(
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(eqn.outvars, results, strict=True)
             for v in eqn.outvars:
-                if v in region.stores:
-                    cast(v, region.stores[v])  # here, so that profiles show this line
-    return list(map(cast, region.stores, region.stores.values()))
+                if v in region.stores:  # cast here, so that profiles show this line
+                    stored[v] = cast(v, region.stores[v])
+    return [stored[v] for v in region.stores]
 
 
 def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:

@@ -34,7 +34,7 @@ from optax_lossscale._autocast.region import (
     region_of_island,
 )
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import numbers_in, variables
+from optax_lossscale._programs.values import size_of, variables
 
 
 def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
@@ -159,4 +159,4 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
 
 def _bytes(facts: Facts, values: Iterable[Var]) -> int:
     """How many bytes values take in the dtypes in which they are stored."""
-    return sum(numbers_in(v.aval) * facts.dtypes[v].itemsize for v in values)
+    return sum(size_of(v.aval) * facts.dtypes[v].itemsize for v in values)

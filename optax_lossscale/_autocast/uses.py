@@ -26,7 +26,7 @@ from optax_lossscale._autocast.products import (
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import numbers_in, variables
+from optax_lossscale._programs.values import size_of, variables
 from optax_lossscale._programs.walk import carried_by, giving_results
 
 
@@ -93,7 +93,7 @@ def _of_operand(
         # Where the result is read past a product, the equation may be repeated, which
         # then reads the operand there. A larger operand, as that of a sum, is not
         # stored for that, nor rounded.
-        is_larger = numbers_in(v.aval) > numbers_in(result.aval)
+        is_larger = size_of(v.aval) > size_of(result.aval)
         if may_be_repeated and not is_larger:
             use |= after[result] & Use.PAST
     return use

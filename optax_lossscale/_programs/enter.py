@@ -8,6 +8,7 @@ carries the dtypes of its operands, to which it casts what its function gives.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,8 +130,8 @@ _ENTER = {
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
 }
-ENTERED = functools.reduce(Is.__or__, _ENTER, Is.JVP | Is.VJP)
-"""The traits of operations whose programs may be replaced: each has exactly one.
+ENTERED = functools.reduce(operator.or_, _ENTER) | Is.JVP | Is.VJP
+"""The traits of operations whose programs may be replaced; no operation has two.
 
 `enter` runs all of them but `JVP` and `VJP`, whose rules it would lose.
 """

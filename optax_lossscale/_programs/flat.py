@@ -1,8 +1,8 @@
 """A traced program without its calls: what a `jit` calls is put in the call's place.
 
 Loops, branches and other equations that hold programs stay one equation.
-`jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. Every variable of
-the result is assigned once, by one of its equations.
+`jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. No variable of the
+result is assigned twice, even if a program is called twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def _add(
     of_call = dict(zip(jaxpr.invars, operands, strict=True))
 
     def read(values):
-        """What variables and literals of this program become in the flat one."""
+        """What stands for variables and literals of this program in the flat one."""
         return [
             _as_read(found, v) if isinstance(v, Literal) else of_call.get(v, v)
             for v in values
@@ -88,7 +88,7 @@ def _add(
         eqn = _at(around, eqn).replace(invars=read(eqn.invars))
         inner = inlined(eqn)
         if inner is None:
-            # New ones, as the program may be called again
+            # New variables, as the program may be called again
             results = [Var(v.aval) for v in eqn.outvars]
             found.eqns.append(eqn.replace(outvars=results))
         else:
@@ -102,9 +102,9 @@ def _add(
 
 
 def _as_read(found: Flat, literal: Literal) -> Any:
-    """A number as it is; for an array that JAX wrote as a literal, a variable.
+    """A literal of one number as it is; for a literal array, a new constant.
 
-    It does so with `jax_use_simplified_jaxpr_constants`.
+    JAX writes arrays as literals with `jax_use_simplified_jaxpr_constants`.
     """
     if shape_in(literal) == ():
         return literal

@@ -21,7 +21,10 @@ class Is(enum.Flag):
     SELECTS = enum.auto()
     """Its results are parts of an operand, and so may lack its largest numbers."""
     PLACES = enum.auto()
-    """Moves numbers, but runs as traced, as its derivative may sum, or it casts."""
+    """Moves numbers as well, but runs in the dtypes in which it was traced.
+
+    Either its derivative may be a sum, or it is a cast.
+    """
     SENDS = enum.auto()
     """Communicates between devices, for which the number of bytes counts."""
     SPREADS = enum.auto()
@@ -35,9 +38,9 @@ class Is(enum.Flag):
     It sums over these axes if it adds many, and else returns its operand.
     """
     CHOOSES = enum.auto()
-    """Selects numbers of its operands, or negates them.
+    """Its results are numbers of its operands, perhaps negated.
 
-    It runs in float32 for all that, as its derivative may be a sum.
+    It runs in float32 nevertheless, as its derivative may be a sum.
     """
     FILLS = enum.auto()
     """Puts numbers of one operand between those of another, as a mask does."""
@@ -102,7 +105,7 @@ class Is(enum.Flag):
     that clips, has to see the whole cotangent.
     """
     CHEAP = enum.auto()
-    """Takes one pass over its operands at most, and mostly not even that.
+    """Takes one pass over its operands at most, and mostly none of its own.
 
     Compilers fuse most of these operations with those that read the results, so a
     backward pass may recompute the results instead of keeping them.
@@ -119,9 +122,9 @@ Terms = Literal[
     "updates",
     "window_dimensions",
 ]
-"""What says how many terms an equation sums.
+"""Where `terms_of` in `_programs.work` reads how many terms an equation sums.
 
-It is the parameter of this name, or what `terms_of` in `_programs.work` takes for it.
+Some are names of the equation's parameters; each other word is a case of its own.
 """
 
 Formula = Literal[

@@ -53,7 +53,7 @@ def is_narrow_dtype(dtype: Any) -> bool:
 
 
 def astype(x: Any, dtype: Any) -> Any:
-    """Casts an array; with None for the dtype, or for an `x` without one, returns `x`."""
+    """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
     now = dtype_in(x)
     has_none = dtype is None or now is None  # NumPy's float64 equals None
     if has_none or now == dtype:
@@ -70,9 +70,9 @@ def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[A
     """
     mesh = jax.typeof(x).sharding.mesh
     around = jax.sharding.get_abstract_mesh()
-    kinds = {*mesh.axis_types, *around.axis_types}
+    axis_types = {*mesh.axis_types, *around.axis_types}
     is_one_mesh = mesh.empty or around.empty or mesh == around
-    if is_one_mesh or kinds == {AxisType.Auto}:
+    if is_one_mesh or axis_types == {AxisType.Auto}:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -101,10 +101,10 @@ def shape_in(v: Any) -> tuple[int, ...]:
 
 
 def variables(values: Sequence[Any]) -> list[Var]:
-    """Those of an equation's operands that are no literals."""
+    """The variables among the operands or results of an equation, without literals."""
     return [v for v in values if isinstance(v, Var)]
 
 
-def numbers_in(array: Any) -> int:
-    """How many numbers an array has, by the `lengths_of` its axes."""
+def size_of(array: Any) -> int:
+    """How many numbers an array has, as `lengths_of` counts them."""
     return math.prod(lengths_of(array))

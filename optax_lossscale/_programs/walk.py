@@ -7,7 +7,6 @@ For a `scan` with 2 constants, 1 carry and 1 array to scan over, `arguments_of` 
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -38,13 +37,14 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
 
     The operands are given by their positions among those of the equation.
     """
-    # A program takes the last operands, which are all but the index of a `cond`.
+    # A program takes the last operands: all of them, but for the index of a `cond` and
+    # the constants of a loop's condition.
     end = len(eqn.invars)
     entered: list[tuple[Any, Sequence[int]]] = [
         (program, range(end - len(open_jaxpr(program).invars), end))
         for program in programs_in(eqn)
     ]
-    if Is.WAITS in traits(eqn):  # but for the condition of a loop
+    if Is.WAITS in traits(eqn):  # its condition lacks the constants of its body
         condition, _ = entered[0]
         of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
         entered[0] = (condition, of_condition)
@@ -52,9 +52,9 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The same as `arguments_of`, without the condition of a `while`.
+    """The programs whose results are those of the equation, each with its operands.
 
-    The results of the other programs are those of the equation.
+    They are all that `arguments_of` gives but for the condition of a `while`.
     """
     entered = arguments_of(eqn)
     return entered[1:] if Is.WAITS in traits(eqn) else entered
@@ -74,4 +74,4 @@ def carried_by(eqn: Any) -> range:
 def _parameter(params: dict[str, Any], name: str) -> Any:
     """A parameter by name; for `jaxprs.solve`, the attribute `solve` of one."""
     name, _, part = name.partition(".")
-    return attrgetter(part)(params[name]) if part else params.get(name)
+    return getattr(params[name], part) if part else params.get(name)

@@ -20,8 +20,8 @@ from optax_lossscale._programs.values import lengths_of
 def is_product(eqn: Any) -> bool:
     """Whether an equation is a product: a matrix product or convolution that sums.
 
-    Inner products, whose results are single numbers or one number for each index of a
-    batch, do not count.
+    An inner product, which gives a single number, or one for each index of a batch, is
+    none.
     """
     if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
@@ -54,11 +54,12 @@ def results_of(eqn: Any) -> int:
     """How many numbers a product computes, each a sum of `terms_of` terms."""
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    # The first axis of the result is then that of the groups, and the contracted axis
-    # is divided among these: together, they take the multiplications of one product.
+    # If the contracted axis is the ragged one, each group sums a part of it, and the
+    # first axis of the result is that of the groups. All groups together multiply as
+    # often as one product.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs, which are not counted.
+    # A transposed convolution puts zeros between its inputs. Their terms are left out.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 
@@ -66,7 +67,7 @@ def results_of(eqn: Any) -> int:
 def terms_of(eqn: Any) -> int:
     """How many terms each result of an equation sums; 1 for one that is not a sum.
 
-    A sum over devices counts as none.
+    A sum over devices is taken for no sum.
     """
     terms = row_of(eqn).terms
     if not terms:
