@@ -14,7 +14,7 @@ from jax.extend.core import Var
 from optax_lossscale._autocast.classify import Kind, classify
 from optax_lossscale._autocast.uses import STORED, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
-from optax_lossscale._programs.values import FLOAT32, dtype_in
+from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
 
 
 class Casting(NamedTuple):
@@ -70,7 +70,7 @@ def facts_of(
     return Facts(program, kind_of, dtypes, after, casting)
 
 
-def stored_dtype(v: Any, kind: Kind, use: Use, low: np.dtype) -> Any:
+def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     """The dtype in which a value of this kind and use is stored, if it is.
 
     The result of a product is in 16 bits already. A SUM is stored in 16 bits only if a

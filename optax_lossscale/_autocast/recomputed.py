@@ -6,7 +6,6 @@ another pass over a large array would be needed for a few numbers.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -15,6 +14,7 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
     is_float,
+    shape_in,
     size_of,
     variables,
 )
@@ -58,19 +58,19 @@ def _puts_gaps(eqn: JaxprEqn) -> bool:
     return any(gap for _, _, gap in eqn.params["padding_config"])
 
 
-def _takes_a_pass(eqn: Any, largest: int) -> bool:
+def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:
     """Whether an equation is a reduction that takes a pass over memory for itself.
 
     `largest` is the size of the largest array that its region stores.
     """
     if Is.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
-    operand = eqn.invars[0].aval
-    n_before = size_of(operand)
+    operand = eqn.invars[0]
+    n_before = size_of(operand.aval)
     n_left = size_of(eqn.outvars[0].aval)
     # A compiler sums over rows, and computes from the sums what is stored for these
     # rows, in one kernel, as in the softmax of attention, which would move more bytes
     # if its sums were kept.
-    is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
+    is_over_rows = eqn.params["axes"] == (len(shape_in(operand)) - 1,)
     is_read_once = is_over_rows and largest >= n_before
     return n_left * _LEAST_TERMS <= n_before and not is_read_once

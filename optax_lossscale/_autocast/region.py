@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.classify import Kind
@@ -138,7 +139,7 @@ def _is_of_one_shape(eqn: JaxprEqn) -> bool:
     return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
 
 
-def _takes(eqn: JaxprEqn, low: Any) -> list[Any]:
+def _takes(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtype to which an equation casts each operand; None for as it is stored."""
     if is_narrowed(eqn):
         others = eqn.invars[2:]
@@ -148,7 +149,7 @@ def _takes(eqn: JaxprEqn, low: Any) -> list[Any]:
     return dtypes_in(eqn.invars)
 
 
-def _rounds(eqn: JaxprEqn, low: Any) -> list[Any]:
+def _rounds(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtypes to which an equation casts its operands so that it gives 16 bits."""
     as_traced = dtypes_in(eqn.invars)
     # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
@@ -177,7 +178,7 @@ def _rounded(facts: Facts, v: Var) -> Any:
     return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
 
 
-def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: Any) -> bool:
+def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
     moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)

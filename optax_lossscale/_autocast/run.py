@@ -178,7 +178,7 @@ def _run_rewritten(
     return with_rule(programs[0], original, operands, rewrite)
 
 
-def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def _product(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The result of a product whose operands are in 16 bits already, in 16 bits."""
     params = eqn.params | {"precision": None}
     if params.get("preferred_element_type") is not None:

@@ -26,7 +26,7 @@ from optax_lossscale._autocast.products import (
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import size_of, variables
+from optax_lossscale._programs.values import Atom, size_of, variables
 from optax_lossscale._programs.walk import carried_by, giving_results
 
 
@@ -73,7 +73,7 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
 
 
 def _of_operand(
-    eqn: JaxprEqn, v: Any, depth: Mapping[Var, int], after: Mapping[Var, Use]
+    eqn: JaxprEqn, v: Atom, depth: Mapping[Var, int], after: Mapping[Var, Use]
 ) -> Use:
     """What an equation, neither a product nor to be rewritten, does with an operand.
 
@@ -109,7 +109,7 @@ def depths(program: Flat) -> Mapping[Var, int]:
     return depth
 
 
-def results_inside(eqn: Any, results: Uses) -> Uses:
+def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
     """What is done with the results of the programs in an equation.
 
     That is what is done with the results of the equation. But the next round of a loop
@@ -128,7 +128,7 @@ def results_inside(eqn: Any, results: Uses) -> Uses:
     return tuple(inside)
 
 
-def uses_inside(eqn: Any, results: Uses) -> list[Use]:
+def uses_inside(eqn: JaxprEqn, results: Uses) -> list[Use]:
     """What the programs in an equation do with the equation's operands.
 
     The condition of a `while` is left out, as it follows from integers.

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import astypes, dtypes_in
@@ -26,17 +26,17 @@ Function = Callable[[Arrays], list[Any]]
 """A program as a function, from all of its arguments to its results."""
 
 
-def is_entered(eqn: Any) -> bool:
+def is_entered(eqn: JaxprEqn) -> bool:
     """Whether the programs in an equation may be replaced."""
     return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
+def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
     """The results of an equation that holds programs, by `functions` in their place."""
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
-def is_placed(eqn: Any) -> bool:
+def is_placed(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jit` with shardings for its arguments or results."""
     places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
     return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
@@ -45,11 +45,11 @@ def is_placed(eqn: Any) -> bool:
 # --- one function for each kind of equation, which returns its results ---
 
 
-def _inlined(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     return function(operands)
 
 
-def _checkpoint(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     # Once differentiated, the equation recomputes a forward pass in a backward pass.
     # JAX lowers it with a barrier, so that the compiler does not merge the two. It
@@ -60,7 +60,7 @@ def _checkpoint(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)(operands)
 
 
-def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     carried = carried_by(eqn)
     n_carry = len(carried)
     consts = operands[: carried.start]
@@ -78,7 +78,7 @@ def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     (condition, of_condition), (_, of_body) = arguments_of(eqn)
     carried = carried_by(eqn)
 
@@ -97,7 +97,7 @@ def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 
 
-def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
+def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     index, *operands = operands
     branches = [lambda *args, run=run: run(args) for run in functions]
     platforms = eqn.params.get("branches_platforms")
@@ -110,7 +110,7 @@ def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
     return lax.platform_dependent(*operands, **of_platforms)
 
 
-def _shard_map(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     mapped = jax.shard_map(
         function,
         mesh=eqn.params["mesh"],

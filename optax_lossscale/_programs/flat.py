@@ -57,7 +57,10 @@ def all_flat(program: Any) -> Flat:
 
 
 def _flattened(program: Any, inlined: Callable[[JaxprEqn], Any]) -> Flat:
-    """Flattens a program; `inlined` gives what is put in the place of an equation."""
+    """Flattens a program.
+
+    `inlined` gives the program that replaces an equation; None for one that stays.
+    """
     ins = open_jaxpr(program).invars
     found = Flat([], ins, [], {}, argument_names(program))
     around = _Call(source_info_util.new_name_stack(), None)

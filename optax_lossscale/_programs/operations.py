@@ -8,7 +8,9 @@ where its operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
 import enum
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.versions import name_of
 
@@ -289,12 +291,12 @@ TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
 """The row of each operation, by the operation's name in JAX."""
 
 
-def row_of(eqn: Any) -> Row:
+def row_of(eqn: JaxprEqn) -> Row:
     """The row of an equation's operation; `UNKNOWN` if the table has none."""
     return TABLE.get(name_of(eqn), UNKNOWN)
 
 
-def traits(eqn: Any) -> Is:
+def traits(eqn: JaxprEqn) -> Is:
     """The traits of an equation's operation."""
     return row_of(eqn).traits
 

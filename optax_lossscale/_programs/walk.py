@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.operations import Is, row_of, traits
 from optax_lossscale._programs.versions import (
@@ -20,7 +21,7 @@ from optax_lossscale._programs.versions import (
 )
 
 
-def programs_in(eqn: Any) -> list[Any]:
+def programs_in(eqn: JaxprEqn) -> list[Any]:
     """The programs that an equation holds and runs, in the order of running."""
     params = params_of(eqn)
     names = row_of(eqn).programs
@@ -32,7 +33,7 @@ def programs_in(eqn: Any) -> list[Any]:
     return [leaf for leaf in leaves if is_program(leaf)]
 
 
-def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
+def arguments_of(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation that is entered, each with its operands.
 
     The operands are given by their positions among those of the equation.
@@ -51,7 +52,7 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     return entered
 
 
-def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
+def giving_results(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs whose results are those of the equation, each with its operands.
 
     They are all that `arguments_of` gives but for the condition of a `while`.
@@ -60,7 +61,7 @@ def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     return entered[1:] if Is.WAITS in traits(eqn) else entered
 
 
-def carried_by(eqn: Any) -> range:
+def carried_by(eqn: JaxprEqn) -> range:
     """The positions of the operands that a loop carries from round to round."""
     if Is.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
