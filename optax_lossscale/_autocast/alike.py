@@ -18,7 +18,7 @@ Place = Callable[[Any], Hashable]
 """Gives the place of a variable in its island, or the key of a literal."""
 
 
-def in_common(island: Region, casting: Casting) -> Hashable:
+def key_of_island(island: Region, casting: Casting) -> Hashable:
     """A key that is equal for islands that compute the same, made by the same lines."""
     made = [v for step in island.steps for v in step.eqn.outvars]
     places = {v: n for n, v in enumerate([*island.reads, *made])}
@@ -29,14 +29,14 @@ def in_common(island: Region, casting: Casting) -> Hashable:
 
     key = (
         casting,
-        tuple(_of_step(step, place) for step in island.steps),
+        tuple(_key_of_step(step, place) for step in island.steps),
         tuple((place(v), dtype) for v, dtype in island.stores.items()),
         frozenset(map(place, island.kept)),
     )
     return hashable(key, island)
 
 
-def _of_step(step: Step, place: Place) -> Hashable:
+def _key_of_step(step: Step, place: Place) -> Hashable:
     """A key that is equal for steps that compute the same, made by the same line."""
     eqn = step.eqn
     return (

@@ -86,9 +86,9 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
         if is_narrowed(eqn):
             results = [Kind.PRODUCT]
         elif may_be_rewritten(eqn):
-            results = _of_entered(eqn, operands)
+            results = _kinds_of_results(eqn, operands)
         else:
-            results = [_of_result(eqn, operands)] * len(eqn.outvars)
+            results = [_kind_of_result(eqn, operands)] * len(eqn.outvars)
             part = part_of(eqn, [kind in _FACTORS for kind in operands], parts)
             if part is not None:
                 parts[eqn.outvars[0]] = part
@@ -100,7 +100,7 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
 
 def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
     """The kinds of variables and literals."""
-    return [_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values]
+    return [_kind_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values]
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
@@ -112,8 +112,8 @@ def join(kinds: Iterable[Kind]) -> Kind:
     return Kind.SUM if is_mixed else latest
 
 
-def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """The kind of an equation's results, if it is no product and is not rewritten."""
+def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
+    """The kind of the results of an equation, neither a product nor to be rewritten."""
     its_traits = traits(eqn)
     is_mask = Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
     if is_mask:
@@ -156,7 +156,7 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
     return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
 
 
-def _of_literal(literal: Literal) -> Kind:
+def _kind_of_literal(literal: Literal) -> Kind:
     """The kind of a literal, by its size.
 
     One that is LARGE may be added, but is no factor: two multiplications by 200 would
@@ -193,25 +193,26 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     while inside != earlier:
         earlier = list(inside)
         # What one round leaves in float32 is carried in float32 from the first one on.
-        for results in _of_programs(eqn, inside):
+        for results in _kinds_of_programs(eqn, inside):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:
                     inside[n] = Kind.FLOAT32
     return inside
 
 
-def _of_entered(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
-    """The kinds of the results of an equation that may be rewritten."""
+def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
+    """The kind of each result of an equation that may be rewritten."""
     inside = kinds_inside(eqn, operands)
     # Each result may come from any of the programs, or be the initial carry of a loop.
-    results = list(map(join, zip(*_of_programs(eqn, inside), strict=True)))
+    of_programs = _kinds_of_programs(eqn, inside)
+    results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
     for j, n in enumerate(carried_by(eqn)):
         results[j] = join([results[j], inside[n]])
     return results
 
 
-def _of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
-    """The kinds of the results of each program in an equation."""
+def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
+    """For each program in an equation, the kinds of its results."""
     results: list[Kinds] = []
     for program, numbers in giving_results(eqn):
         kinds = classify(program, tuple(operands[n] for n in numbers))

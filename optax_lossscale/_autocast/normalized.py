@@ -90,7 +90,7 @@ def part_of(
     """
     if len(eqn.outvars) != 1:
         return None
-    operands = [_of_operand(v, parts) for v in eqn.invars]
+    operands = [_part_of_operand(v, parts) for v in eqn.invars]
     if _rearranges(eqn):
         return operands[0]
     if all(part.of is None for part in operands):
@@ -123,7 +123,7 @@ def is_normalized(part: Part) -> bool:
     return part.what == "normalized" or (part.is_centred and part.what == "value")
 
 
-def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
+def _part_of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
     """The part of an operand."""
     if isinstance(v, Var):
         return parts.get(v, Part(v, "value"))

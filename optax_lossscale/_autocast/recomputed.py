@@ -33,7 +33,7 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     return any(map(_computes_floats, eqns)) and not any(map(_puts_gaps, eqns))
 
 
-def kept(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
+def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
     """The reductions of a region that other equations in it read, and that are kept.
 
     To recompute one would take another pass over its operand. Keeping them saves bytes

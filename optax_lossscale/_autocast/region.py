@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.products import is_narrowed
-from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept
+from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept_reductions
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -66,12 +66,12 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
     rounding = _rounding_sums(facts, eqns, stores)
     steps: list[Step] = []
     for eqn in eqns:
-        casts = _rounds if eqn in rounding else _takes
+        casts = _rounding_casts if eqn in rounding else _usual_casts
         steps.append(Step(eqn, casts(eqn, facts.low)))
     reads = _reads(facts, steps, stores)
     if not facts.casting.recomputes or not is_worth_recomputing(eqns):
         return Region(steps, reads, stores)
-    keeps = kept(eqns, stores) if facts.casting.keeps else frozenset()
+    keeps = kept_reductions(eqns, stores) if facts.casting.keeps else frozenset()
     return Region(steps, reads, stores, is_recomputed=True, kept=keeps)
 
 
@@ -93,7 +93,7 @@ def region_of_equation(
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
     is_sent = _moves_rounded(eqn, results, low) and Is.CHEAP not in traits(eqn)
-    casts = _rounds if is_sent else _takes
+    casts = _rounding_casts if is_sent else _usual_casts
     steps = [rewritten or Step(eqn, casts(eqn, low))]
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
     return Region(steps, _reads(facts, steps, results), stores)
@@ -139,7 +139,7 @@ def _is_of_one_shape(eqn: JaxprEqn) -> bool:
     return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
 
 
-def _takes(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
+def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtype to which an equation casts each operand; None for as it is stored."""
     if is_narrowed(eqn):
         others = eqn.invars[2:]
@@ -149,7 +149,7 @@ def _takes(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     return dtypes_in(eqn.invars)
 
 
-def _rounds(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
+def _rounding_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtypes to which an equation casts its operands so that it gives 16 bits."""
     as_traced = dtypes_in(eqn.invars)
     # A sum over devices is the derivative of what spreads to them: `run` rounds inside.

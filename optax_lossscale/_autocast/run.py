@@ -2,7 +2,7 @@
 
 Each region is a function from the values that it reads to those that it stores. A
 region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps what it
-reads as residuals, and nothing else but the reductions that `recomputed.kept` names. A
+reads as residuals, and nothing else but the reductions that `kept_reductions` names. A
 step that holds programs runs each of them by its own plan, in the same way.
 """
 
@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
-from optax_lossscale._autocast.alike import in_common
+from optax_lossscale._autocast.alike import key_of_island
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
@@ -80,7 +80,7 @@ def _region_function(region: Region, plan: Plan, functions: Functions) -> Functi
         prevent_cse=plan.casting.prevent_cse,
         policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
     )
-    return functions.setdefault(in_common(region, plan.casting), recomputed)
+    return functions.setdefault(key_of_island(region, plan.casting), recomputed)
 
 
 def _program_function(plan: Plan, step: Step, functions: Functions) -> Function:

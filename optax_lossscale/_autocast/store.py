@@ -54,7 +54,7 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
     for part in reversed(partition(eqns, seeds)):
         regions: list[Region] = []
         if isinstance(part, list):
-            regions = _of_island(facts, part, wanted, repeated, order)
+            regions = _regions_of_island(facts, part, wanted, repeated, order)
         elif part.effects or any(v in wanted for v in part.outvars):
             regions = [region_of_equation(facts, part, rewritten.get(part), wanted)]
         from_last += reversed(regions)
@@ -73,7 +73,7 @@ def island_seeds(facts: Facts) -> Set[Var]:
     }
 
 
-def _of_island(
+def _regions_of_island(
     facts: Facts,
     island: Island,
     wanted: Dtypes,

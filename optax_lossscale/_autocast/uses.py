@@ -65,14 +65,14 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
             of_results = tuple(after[v] for v in eqn.outvars)
             of_operands = uses_inside(eqn, results_inside(eqn, of_results))
         else:
-            of_operands = [_of_operand(eqn, v, depth, after) for v in eqn.invars]
+            of_operands = [_use_of_operand(eqn, v, depth, after) for v in eqn.invars]
         for v, use in zip(eqn.invars, of_operands, strict=False):
             if isinstance(v, Var):
                 after[v] |= use
     return after
 
 
-def _of_operand(
+def _use_of_operand(
     eqn: JaxprEqn, v: Atom, depth: Mapping[Var, int], after: Mapping[Var, Use]
 ) -> Use:
     """What an equation, neither a product nor to be rewritten, does with an operand.

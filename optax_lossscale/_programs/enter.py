@@ -99,15 +99,14 @@ def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     index, *operands = operands
-    branches = [lambda *args, run=run: run(args) for run in functions]
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
-        return lax.switch(index, branches, *operands)
+        return lax.switch(index, functions, operands)
     # A branch for other platforms, such as one with a kernel, may not compile for this.
-    of_platforms: dict[str, Any] = {}
-    for names, branch in zip(platforms, branches, strict=True):
-        of_platforms |= dict.fromkeys(names or ["default"], branch)
-    return lax.platform_dependent(*operands, **of_platforms)
+    of_platforms: dict[str, Function] = {}
+    for names, function in zip(platforms, functions, strict=True):
+        of_platforms |= dict.fromkeys(names or ["default"], function)
+    return lax.platform_dependent(operands, **of_platforms)
 
 
 def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:

@@ -2,9 +2,9 @@
 
 `row_of(eqn)` is the row of an equation's operation, and `traits(eqn)` the first cell of
 that row. For `exp` the traits are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
-`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`,
-the backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it
-where its operand has 16 bits. An operation without a row has the row `UNKNOWN`.
+`SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`, the backward
+pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where its
+operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
 import enum
