@@ -25,10 +25,16 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
-from optax_lossscale._autocast.region import Region, Step
+from optax_lossscale._autocast.region import Dtypes, Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import astype, astypes, dtype_in, dtypes_in
+from optax_lossscale._programs.values import (
+    HALVES,
+    astype,
+    astypes,
+    dtype_in,
+    dtypes_in,
+)
 from optax_lossscale._programs.versions import bind, name_of
 
 # The policy of regions that keep reductions, to which `_run_region` gives the name
@@ -71,7 +77,7 @@ def _region_function(region: Region, plan: Plan, functions: Functions) -> Functi
     """The function from what a region reads to what it stores."""
 
     def stored(operands):
-        return _run_region(region, operands, plan.casting, functions)
+        return _run_region(region, operands, functions)
 
     if not region.is_recomputed:
         return stored
@@ -101,9 +107,7 @@ def _program_function(plan: Plan, step: Step, functions: Functions) -> Function:
 # --- regions and their steps ---
 
 
-def _run_region(
-    region: Region, operands: Arrays, casting: Casting, functions: Functions
-) -> list[Any]:
+def _run_region(region: Region, operands: Arrays, functions: Functions) -> list[Any]:
     """Runs the steps of a region, and returns the values that it stores."""
     values = dict(zip(region.reads, operands, strict=True))
     stored: dict[Var, Any] = {}
@@ -121,7 +125,7 @@ def _run_region(
         eqn = step.eqn
         with _at_its_line(eqn):
             taken = list(map(read, eqn.invars, step.takes))
-            results = _run_step(step, taken, region, casting, functions)
+            results = _run_step(step, taken, region.stores, functions)
             if not region.kept.isdisjoint(eqn.outvars):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(eqn.outvars, results, strict=True)
@@ -139,30 +143,26 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def _run_step(
-    step: Step,
-    operands: list[Any],
-    region: Region,
-    casting: Casting,
-    functions: Functions,
+    step: Step, operands: list[Any], stores: Dtypes, functions: Functions
 ) -> list[Any]:
-    """The results of a step of a region, from operands in the dtypes that it takes."""
+    """The results of a step, from operands in the dtypes that it takes.
+
+    `stores` has the dtypes in which its region stores values.
+    """
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
     with eqn.ctx.manager:
         if step.plans:
-            return _run_rewritten(step, operands, casting, functions)
+            return _run_rewritten(step, operands, functions)
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        low = casting.low
-        if Is.SPREADS in traits(eqn) and region.stores.get(eqn.outvars[0]) == low:
-            return _spread(eqn, operands, low)
+        if Is.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) in HALVES:
+            return _spread(eqn, operands, stores[eqn.outvars[0]])
     return bind(eqn, operands)
 
 
-def _run_rewritten(
-    step: Step, operands: list[Any], casting: Casting, functions: Functions
-) -> list[Any]:
+def _run_rewritten(step: Step, operands: list[Any], functions: Functions) -> list[Any]:
     """The results of a step whose equation is rewritten: its programs run by plans."""
     eqn = step.eqn
     programs = [_program_function(plan, step, functions) for plan in step.plans]
@@ -174,7 +174,8 @@ def _run_rewritten(
         traced = astypes(operands, dtypes_in(eqn.invars))
         return astypes(bind(eqn, traced), step.plans[0].gives)
 
-    rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
+    casting = step.plans[0].casting._replace(keeps=False)
+    rewrite = functools.partial(_rewrite, casting)
     return with_rule(programs[0], original, operands, rewrite)
 
 
