@@ -60,7 +60,7 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
         if Is.NAMES in traits(eqn):
             after[eqn.outvars[0]] |= Use.PAST
         if is_narrowed(eqn):
-            of_operands = [Use.MULTIPLIED] * 2
+            of_operands = [Use.MULTIPLIED] * 2  # a third has the sizes of groups
         elif may_be_rewritten(eqn):
             of_results = tuple(after[v] for v in eqn.outvars)
             of_operands = uses_inside(eqn, results_inside(eqn, of_results))
