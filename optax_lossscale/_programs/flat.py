@@ -95,13 +95,17 @@ def _add(
             results = [Var(v.aval) for v in eqn.outvars]
             found.eqns.append(eqn.replace(outvars=results))
         else:
-            names = eqn.source_info.name_stack
-            if "name" in eqn.params:
-                names = names.extend(f"jit({eqn.params['name']})")
-            call = _Call(names, eqn.source_info.traceback)
-            results = _add(found, inner, eqn.invars, call, inlined)
+            results = _add(found, inner, eqn.invars, _call_by(eqn), inlined)
         of_call.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars)
+
+
+def _call_by(eqn: JaxprEqn) -> _Call:
+    """The call that an equation makes, with the name of the function that it calls."""
+    names = eqn.source_info.name_stack
+    if "name" in eqn.params:
+        names = names.extend(f"jit({eqn.params['name']})")
+    return _Call(names, eqn.source_info.traceback)
 
 
 def _as_read(found: Flat, literal: Literal) -> Any:
