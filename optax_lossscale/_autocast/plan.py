@@ -73,8 +73,8 @@ def _plan(
 ) -> Plan:
     """The plan for a program that gives certain dtypes; see `facts_of`."""
     eqns = flat(jaxpr).eqns
-    # JAX rounds what it keeps by name, in the mesh around the program, which has to be
-    # the mesh of all equations.
+    # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
+    # around the program. That has to be the mesh of all equations.
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
         casting = casting._replace(keeps=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)

@@ -112,10 +112,10 @@ def depths(program: Flat) -> Mapping[Var, int]:
 def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
     """What is done with the results of the programs in an equation.
 
-    That is what is done with the results of the equation. But the next round of a loop
-    also reads what a round gives as carry, unless no product depends on the carry after
-    the loop: then the next round rounds what it takes, and not this one what it gives,
-    so that what the last round gives is not rounded.
+    That is what is done with the results of the equation. What a round of a loop gives
+    as carry is also used by the next round, which counts only if a product depends on
+    the carry after the loop. Else each round rounds what it takes, and not what it
+    gives, so that the last result is not rounded.
     """
     inside = list(results)
     earlier: list[Use] = []

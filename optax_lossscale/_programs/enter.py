@@ -22,6 +22,8 @@ from optax_lossscale._programs.versions import mapped_axes
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
 Arrays = Sequence[Any]
+"""Arrays, traced or not, in the order of a program's arguments or results."""
+
 Function = Callable[[Arrays], list[Any]]
 """A program as a function, from all of its arguments to its results."""
 

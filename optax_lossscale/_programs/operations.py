@@ -37,7 +37,7 @@ class Is(enum.Flag):
     VARIES = enum.auto()
     """Exists only where JAX tracks along which mesh axes each array differs.
 
-    It sums over these axes if it adds many, and else returns its operand.
+    One that is `ADDS_MANY` sums over these axes, and any other returns its operand.
     """
     CHOOSES = enum.auto()
     """Its results are numbers of its operands, perhaps negated.
