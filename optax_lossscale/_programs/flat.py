@@ -57,47 +57,61 @@ def all_flat(program: Any) -> Flat:
 
 
 def _flattened(program: Any, inlined: Callable[[JaxprEqn], Any]) -> Flat:
-    """Flattens a program.
+    """Flattens a program; see `_Flattener` for `inlined`."""
+    flattener = _Flattener(inlined)
+    ins = open_jaxpr(program).invars
+    around = _Call(source_info_util.new_name_stack(), None)
+    outs = flattener.add(program, ins, around)
+    names = argument_names(program)
+    return Flat(flattener.eqns, ins, outs, flattener.consts, names)
+
+
+class _Flattener:
+    """Collects the equations and constants of a program and of those that it calls.
 
     `inlined` gives the program that replaces an equation; None for one that stays.
     """
-    ins = open_jaxpr(program).invars
-    found = Flat([], ins, [], {}, argument_names(program))
-    around = _Call(source_info_util.new_name_stack(), None)
-    found.outs.extend(_add(found, program, ins, around, inlined))
-    return found
 
+    def __init__(self, inlined: Callable[[JaxprEqn], Any]):
+        self.inlined = inlined
+        self.eqns: list[JaxprEqn] = []
+        self.consts: dict[Var, Any] = {}
 
-def _add(
-    found: Flat,
-    program: Any,
-    operands: Sequence[Any],
-    around: _Call,
-    inlined: Callable[[JaxprEqn], Any],
-) -> list[Any]:
-    """Adds the equations of a program that is called, and returns its results."""
-    jaxpr = open_jaxpr(program)
-    found.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
-    of_call = dict(zip(jaxpr.invars, operands, strict=True))
+    def add(self, program: Any, operands: Sequence[Any], around: _Call) -> list[Any]:
+        """Adds the equations of a program that is called, and returns its results."""
+        jaxpr = open_jaxpr(program)
+        self.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
+        of_call = dict(zip(jaxpr.invars, operands, strict=True))
 
-    def read(values):
-        """What stands for variables and literals of this program in the flat one."""
-        return [
-            _as_read(found, v) if isinstance(v, Literal) else of_call.get(v, v)
-            for v in values
-        ]
+        def read(values):
+            """What stands for values of this program in the flat one."""
+            return [
+                self._literal(v) if isinstance(v, Literal) else of_call.get(v, v)
+                for v in values
+            ]
 
-    for eqn in jaxpr.eqns:
-        eqn = _at(around, eqn).replace(invars=read(eqn.invars))
-        inner = inlined(eqn)
-        if inner is None:
-            # New variables, as the program may be called again
-            results = [Var(v.aval) for v in eqn.outvars]
-            found.eqns.append(eqn.replace(outvars=results))
-        else:
-            results = _add(found, inner, eqn.invars, _call_by(eqn), inlined)
-        of_call.update(zip(eqn.outvars, results, strict=True))
-    return read(jaxpr.outvars)
+        for eqn in jaxpr.eqns:
+            eqn = _at(around, eqn).replace(invars=read(eqn.invars))
+            inner = self.inlined(eqn)
+            if inner is None:
+                # New variables, as the program may be called again
+                results = [Var(v.aval) for v in eqn.outvars]
+                self.eqns.append(eqn.replace(outvars=results))
+            else:
+                results = self.add(inner, eqn.invars, _call_by(eqn))
+            of_call.update(zip(eqn.outvars, results, strict=True))
+        return read(jaxpr.outvars)
+
+    def _literal(self, literal: Literal) -> Any:
+        """A literal of one number as it is; for a literal array, a new constant.
+
+        JAX writes arrays as literals with `jax_use_simplified_jaxpr_constants`.
+        """
+        if shape_in(literal) == ():
+            return literal
+        v = Var(literal.aval)
+        self.consts[v] = literal.val
+        return v
 
 
 def _call_by(eqn: JaxprEqn) -> _Call:
@@ -106,18 +120,6 @@ def _call_by(eqn: JaxprEqn) -> _Call:
     if "name" in eqn.params:
         names = names.extend(f"jit({eqn.params['name']})")
     return _Call(names, eqn.source_info.traceback)
-
-
-def _as_read(found: Flat, literal: Literal) -> Any:
-    """A literal of one number as it is; for a literal array, a new constant.
-
-    JAX writes arrays as literals with `jax_use_simplified_jaxpr_constants`.
-    """
-    if shape_in(literal) == ():
-        return literal
-    v = Var(literal.aval)
-    found.consts[v] = literal.val
-    return v
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
