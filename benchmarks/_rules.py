@@ -42,7 +42,7 @@ def _undivided(_facts: Any, island: Any, wanted: Any) -> list[Any]:
 
 
 RULES = {
-    "some reductions are kept": Rule(region, "kept", _nothing),
+    "some reductions are kept": Rule(region, "kept_reductions", _nothing),
     "a sum that is read here too comes first": Rule(store, "_divided", _undivided),
     "what only moves, or spaces, is not recomputed": Rule(
         region, "is_worth_recomputing", lambda eqns: True

@@ -1,8 +1,8 @@
 """Find islands that compute the same, so that JAX traces one function for all of them.
 
 The layers of a model are often alike, and JAX takes long to trace the derivatives of
-`jax.checkpoint`. Two layers have different variables for the same values, so a key has
-the places of values in their island instead.
+`jax.checkpoint`. Each layer has variables of its own, so a key has the
+places of values in their island instead.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,7 +18,7 @@ Place = Callable[[Any], Hashable]
 """Gives the place of a variable in its island, or the key of a literal."""
 
 
-def in_common(island: Region, casting: Casting) -> Hashable:
+def key_of_island(island: Region, casting: Casting) -> Hashable:
     """A key that is equal for islands that compute the same, made by the same lines."""
     made = [v for step in island.steps for v in step.eqn.outvars]
     places = {v: n for n, v in enumerate([*island.reads, *made])}
@@ -29,14 +29,14 @@ def in_common(island: Region, casting: Casting) -> Hashable:
 
     key = (
         casting,
-        tuple(_of_step(step, place) for step in island.steps),
+        tuple(_key_of_step(step, place) for step in island.steps),
         tuple((place(v), dtype) for v, dtype in island.stores.items()),
         frozenset(map(place, island.kept)),
     )
     return hashable(key, island)
 
 
-def _of_step(step: Step, place: Place) -> Hashable:
+def _key_of_step(step: Step, place: Place) -> Hashable:
     """A key that is equal for steps that compute the same, made by the same line."""
     eqn = step.eqn
     return (

@@ -3,8 +3,8 @@
 The function may take and return trees, modules and anything else, and change Flax NNX
 objects. A tree is divided into its arrays, which the program takes or gives, and its
 form, which is everything else. `as_program` traces the program from the arrays in the
-arguments to the arrays that the call changed and returned. The forms of what changed
-and of what was returned then make it of the program's results.
+arguments to the arrays that the call changed and returned. From the program's results,
+the forms of what changed and of what was returned make both again.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import numpy as np
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import is_of_nnx, is_variable
 from optax_lossscale._autocast import nnx
-from optax_lossscale._programs.values import FLOAT32, in_dtype
+from optax_lossscale._programs.values import FLOAT32, astype
 
 
 class Call(NamedTuple):
@@ -93,7 +93,7 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
     if not is_traceable(x):
         return None
     is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
-    return in_dtype(FLOAT32, x) if is_low else x
+    return astype(x, FLOAT32) if is_low else x
 
 
 def _split(

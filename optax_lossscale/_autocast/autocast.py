@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._autocast.arrays import as_program
+from optax_lossscale._autocast.arrays import Call, as_program
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
 from optax_lossscale._autocast.products import SCOPE, reasons_left
 from optax_lossscale._autocast.run import run
-from optax_lossscale._programs.values import dtypes_in, in_dtypes
+from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
 
 
@@ -108,14 +108,9 @@ def autocast(
         """Traces a call, and plans the program."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         with as_program(fun, args, kwargs, parameters, low) as call:
-            # A single number may be a step size or a statistic, and of any size.
-            kinds = [
-                Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
-                for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
-            ]
             # A TPU's compiler recomputes by itself where it lacks memory.
             casting = Casting(low, prevent_cse=jax.default_backend() != "tpu")
-            yield call, plan_for(call.program, call.arrays, kinds, casting)
+            yield call, plan_for(call.program, call.arrays, _kinds(call), casting)
 
     @functools.wraps(fun)
     def autocasted(*args, **kwargs):
@@ -124,7 +119,7 @@ def autocast(
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
-            return call.result(in_dtypes(dtypes, list(map(jnp.asarray, results))))
+            return call.result(astypes(list(map(jnp.asarray, results)), dtypes))
 
     def plan_of_call(*args, **kwargs):
         """The plan of a call; print it to see which dtypes run, and what is stored."""
@@ -152,6 +147,15 @@ def _parameters(
             )
     # A number may count on into the keyword arguments, which hold no parameters.
     return {range(n_args)[n] for n in positions if n < n_args}
+
+
+def _kinds(call: Call) -> list[Kind]:
+    """The kinds of the arrays in the arguments of a call."""
+    # A single number may be a step size or a statistic, and of any size.
+    return [
+        Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
+        for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
+    ]
 
 
 def _warn_of_nothing_narrowed(program: Any) -> None:

@@ -10,7 +10,7 @@ import jax
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import find_nodes, is_variable, map_leaves
-from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
+from optax_lossscale._programs.values import FLOAT32, astype, dtype_in
 
 
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def _cast(of: Any, to: Any, tree: Any) -> Any:
     """A copy of a tree, whose arrays of dtype `of` are cast to the dtype `to`."""
 
     def cast(x):
-        return in_dtype(to, x) if dtype_in(x) == of else x
+        return astype(x, to) if dtype_in(x) == of else x
 
     return map_leaves(cast, tree)
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import open_jaxpr
@@ -9,7 +11,7 @@ from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import is_product
 
 
-def is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation takes so little that it may be computed more than once.
 
     Its operation has to be `CHEAP`. A product is not cheap, and neither is an equation

@@ -66,11 +66,12 @@ Kinds = Sequence[Kind]
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # they leave a range as it is
 _CONSTANTS = _FACTORS | {Kind.LARGE}
 _IN_RANGE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
-# By sizes of literals: what is multiplied or divided by one keeps its range, about
+# Bounds for the sizes of literals that about keep the range of what they multiply,
+# divide, or are added to
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
 _SMALLEST_DIVISOR = 2**-2
-_LARGEST_TERM = 2**8  # and what one is added to
+_LARGEST_TERM = 2**8
 
 
 @remembered
@@ -85,9 +86,9 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
         if is_narrowed(eqn):
             results = [Kind.PRODUCT]
         elif may_be_rewritten(eqn):
-            results = _of_held(eqn, operands)
+            results = _kinds_of_results(eqn, operands)
         else:
-            results = [_of_result(eqn, operands)] * len(eqn.outvars)
+            results = [_kind_of_result(eqn, operands)] * len(eqn.outvars)
             part = part_of(eqn, [kind in _FACTORS for kind in operands], parts)
             if part is not None:
                 parts[eqn.outvars[0]] = part
@@ -99,19 +100,20 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
 
 def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
     """The kinds of variables and literals."""
-    return [_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values]
+    return [_kind_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values]
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of a value that may come from values of any of these kinds."""
-    kinds = set(kinds)
+    different = set(kinds)
+    latest = max(different)
     # A PRODUCT is rounded wherever it is made; a parameter beside it is not.
-    is_mixed = max(kinds) == Kind.PRODUCT and len(kinds) > 1
-    return Kind.SUM if is_mixed else max(kinds)
+    is_mixed = latest == Kind.PRODUCT and len(different) > 1
+    return Kind.SUM if is_mixed else latest
 
 
-def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """The kind of an equation's results, if it is no product and is not rewritten."""
+def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
+    """The kind of the results of an equation, neither a product nor to be rewritten."""
     its_traits = traits(eqn)
     is_mask = Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
     if is_mask:
@@ -154,11 +156,11 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
     return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
 
 
-def _of_literal(literal: Literal) -> Kind:
+def _kind_of_literal(literal: Literal) -> Kind:
     """The kind of a literal, by its size.
 
-    A literal of several factors is LARGE: two multiplications by 200 would bring 2
-    beyond the range of float16.
+    One that is LARGE may be added, but is no factor: two multiplications by 200 would
+    bring 2 beyond the range of float16.
     """
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
@@ -178,9 +180,9 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     They are those outside, except for the carry of a loop, whose kind has to hold in
     every round.
     """
-    # A scan over layers carries the stream that goes from layer to layer, which without
-    # a scan is a SUM as well. A scan over time steps may carry a running sum, which
-    # needs float32, and so may a `while`.
+    # A scan over layers carries the stream that goes from layer to layer, which would
+    # be a SUM without the scan, too. A scan over time steps, or a `while`, may carry a
+    # running sum, which needs float32.
     inside = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
     carried = carried_by(eqn)
@@ -191,25 +193,26 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     while inside != earlier:
         earlier = list(inside)
         # What one round leaves in float32 is carried in float32 from the first one on.
-        for results in _of_programs(eqn, inside):
+        for results in _kinds_of_programs(eqn, inside):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:
                     inside[n] = Kind.FLOAT32
     return inside
 
 
-def _of_held(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
-    """The kinds of the results of an equation that may be rewritten."""
+def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
+    """The kind of each result of an equation that may be rewritten."""
     inside = kinds_inside(eqn, operands)
     # Each result may come from any of the programs, or be the initial carry of a loop.
-    results = list(map(join, zip(*_of_programs(eqn, inside), strict=True)))
+    of_programs = _kinds_of_programs(eqn, inside)
+    results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
     for j, n in enumerate(carried_by(eqn)):
         results[j] = join([results[j], inside[n]])
     return results
 
 
-def _of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
-    """The kinds of the results of each program in an equation."""
+def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
+    """For each program in an equation, the kinds of its results."""
     results: list[Kinds] = []
     for program, numbers in giving_results(eqn):
         kinds = classify(program, tuple(operands[n] for n in numbers))

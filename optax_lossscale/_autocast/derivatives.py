@@ -1,10 +1,10 @@
 """Run a function with a custom derivative, whose rule is rewritten as well.
 
-A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is the
-`program` in the equation, run by its plan. Its rule differentiates the `original`: the
-equation as it was traced, with results in the dtypes of the plan. So JAX calls the
-user's rule, and casts tangents and cotangents. What the rule computes is traced and run
-by a plan as well, which is what `rewrite` does with a function.
+A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is
+`narrowed`, which runs the program in the equation by its plan. Its rule differentiates
+the `original`: the equation as it was traced, with results in the dtypes of the plan.
+So JAX calls the user's rule, and casts tangents and cotangents. What the rule computes
+is traced and run by a plan as well, which is what `rewrite` does with a function.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def custom_jvp(
-    program: Function, original: Original, operands: Arrays, rewrite: Rewrite
+    narrowed: Function, original: Original, operands: Arrays, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
 
     @jax.custom_jvp
     def function(*operands):
-        return program(operands)
+        return narrowed(operands)
 
     @function.defjvp
     @rewrite
@@ -42,13 +42,13 @@ def custom_jvp(
 
 
 def custom_vjp(
-    program: Function, original: Original, operands: Arrays, rewrite: Rewrite
+    narrowed: Function, original: Original, operands: Arrays, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
 
     @jax.custom_vjp
     def function(*operands):
-        return program(operands)
+        return narrowed(operands)
 
     def forward(*args):
         primals = [x.value for x in args]

@@ -14,7 +14,7 @@ from jax.extend.core import Var
 from optax_lossscale._autocast.classify import Kind, classify
 from optax_lossscale._autocast.uses import STORED, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
-from optax_lossscale._programs.values import FLOAT32, dtype_in
+from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
 
 
 class Casting(NamedTuple):
@@ -70,13 +70,14 @@ def facts_of(
     return Facts(program, kind_of, dtypes, after, casting)
 
 
-def stored_dtype(v: Any, kind: Kind, use: Use, low: np.dtype) -> Any:
+def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     """The dtype in which a value of this kind and use is stored, if it is.
 
-    The result of a product is in 16 bits already. A SUM on which no product depends is
-    never rounded, and neither is one that nothing reads past the next product. So its
-    digits are the same whether the equations that make and read it are in one program
-    or, as with a `scan` or `cond` between them, in several.
+    The result of a product is in 16 bits already. A SUM is stored in 16 bits only if a
+    product depends on it and it is read past a product. Any other SUM is in float32
+    unless only products read it. So its digits are the same whether the equations that
+    make and read it are in one program or, as with a `scan` or `cond` between them, in
+    several.
     """
     is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and STORED in use)
     return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)

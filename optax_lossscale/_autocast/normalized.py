@@ -72,8 +72,8 @@ _LEFT_OUT = {
     "choice": ("number",),
     "times": ("factor",),
 }
-# The least terms of a mean: over devices, where a sum counts as one term, it has a
-# fraction of 1
+# The least terms of a mean. A mean over devices has fewer than 1: its sum counts as one
+# term, and is divided by the number of devices.
 _FEWEST = 2**-12
 
 
@@ -90,7 +90,7 @@ def part_of(
     """
     if len(eqn.outvars) != 1:
         return None
-    operands = [_of_operand(v, parts) for v in eqn.invars]
+    operands = [_part_of_operand(v, parts) for v in eqn.invars]
     if _rearranges(eqn):
         return operands[0]
     if all(part.of is None for part in operands):
@@ -103,19 +103,7 @@ def part_of(
     left_out = _LEFT_OUT.get(formula, ())
     pairs = zip(eqn.invars, operands, strict=True)
     combined = [part for v, part in pairs if is_float(v) and part.what not in left_out]
-    made = _MADE.get((formula, *[part.what for part in combined]))
-    of_values = [part for part in combined if part.of is not None]
-    sources = {(part.of, part.is_centred) for part in of_values}
-    if made is None or len(sources) != 1:
-        return None
-    ((value, is_centred),) = sources
-    subtracts_mean = formula == "minus" and len(of_values) == 2
-    terms = max(part.terms for part in of_values) * _terms(eqn)
-    # A power that was divided by more than it sums is small; a sum is larger than a
-    # mean.
-    if terms < _FEWEST or (subtracts_mean and terms > 1):
-        return None
-    return Part(value, made, is_centred or subtracts_mean, terms)
+    return _made_of(combined, eqn, formula)
 
 
 def is_normalized(part: Part) -> bool:
@@ -123,7 +111,27 @@ def is_normalized(part: Part) -> bool:
     return part.what == "normalized" or (part.is_centred and part.what == "value")
 
 
-def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
+def _made_of(parts: Sequence[Part], eqn: JaxprEqn, formula: Formula) -> Part | None:
+    """The part that an equation makes of parts, by the table; None if it has none.
+
+    Parts of different values make none.
+    """
+    made = _MADE.get((formula, *[part.what for part in parts]))
+    of_values = [part for part in parts if part.of is not None]
+    sources = {(part.of, part.is_centred) for part in of_values}
+    if made is None or len(sources) != 1:
+        return None
+    ((value, is_centred),) = sources
+    subtracts_mean = formula == "minus" and len(of_values) == 2
+    terms = max(part.terms for part in of_values) * _terms(eqn, formula)
+    # A power that was divided by more than it sums is small; a sum is larger than a
+    # mean.
+    if terms < _FEWEST or (subtracts_mean and terms > 1):
+        return None
+    return Part(value, made, is_centred or subtracts_mean, terms)
+
+
+def _part_of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
     """The part of an operand."""
     if isinstance(v, Var):
         return parts.get(v, Part(v, "value"))
@@ -152,9 +160,9 @@ def _formula(eqn: JaxprEqn) -> Formula | None:
     return row_of(eqn).formula if eqn.params.get("y", 2) == 2 else None
 
 
-def _terms(eqn: JaxprEqn) -> float:
+def _terms(eqn: JaxprEqn, formula: Formula) -> float:
     """By what an equation multiplies the terms of a part."""
     divisor = eqn.invars[-1]
     if Is.DIVIDES in traits(eqn) and isinstance(divisor, Literal):
         return 1 / divisor.val
-    return terms_of(eqn) if _formula(eqn) == "sum" else 1
+    return terms_of(eqn) if formula == "sum" else 1

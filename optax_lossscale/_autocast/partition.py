@@ -7,7 +7,7 @@ cannot be in it, such as the next product, reads one of its results. The parts o
 second product.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -19,28 +19,28 @@ Island = list[JaxprEqn]
 
 
 def partition(
-    eqns: Sequence[JaxprEqn], of_products: Container[Var]
+    eqns: Sequence[JaxprEqn], seeds: Iterable[Var]
 ) -> list[Island | JaxprEqn]:
     """The islands of a program, and the equations that run by themselves, in order.
 
     Each part reads results of earlier parts only. An equation is in an island if it is
-    cheap and depends on a product. Any other equation comes before the island that is
+    cheap and depends on a seed. Any other equation comes before the island that is
     growing, unless it reads one of the island's results.
 
     Args:
       eqns: the equations of the program.
-      of_products: the values with which islands begin, such as results of products.
+      seeds: the values from which islands grow, such as results of products.
     """
     parts: list[Island | JaxprEqn] = []
     island: Island = []
     made: set[Var] = set()  # the results of the island's equations
-    on_products: set[Var] = set()  # what depends on the values above
+    on_seeds = set(seeds)  # the seeds, and all that is computed from them
     for eqn in eqns:
         reads = variables(eqn.invars)
-        is_on_products = any(v in of_products or v in on_products for v in reads)
-        if is_on_products:
-            on_products.update(eqn.outvars)
-        if is_on_products and is_cheap(eqn):
+        is_on_seeds = not on_seeds.isdisjoint(reads)
+        if is_on_seeds:
+            on_seeds.update(eqn.outvars)
+        if is_on_seeds and is_cheap(eqn):
             island.append(eqn)
             made.update(eqn.outvars)
             continue

@@ -52,12 +52,12 @@ def plan_for(
       kinds: their kinds.
       casting: how it is rewritten.
     """
-    program = open_jaxpr(jaxpr)
+    traced = open_jaxpr(jaxpr)
     takes = tuple(
         dtype_in(x if dtype_in(x) == casting.low else v)
-        for x, v in zip(args, program.invars, strict=True)
+        for x, v in zip(args, traced.invars, strict=True)
     )
-    gives = tuple(dtypes_in(program.outvars))
+    gives = tuple(dtypes_in(traced.outvars))
     nothing = (NOTHING,) * len(gives)  # nothing is done with results
     return _plan(jaxpr, takes, gives, tuple(kinds), nothing, casting)
 
@@ -73,22 +73,22 @@ def _plan(
 ) -> Plan:
     """The plan for a program that gives certain dtypes; see `facts_of`."""
     eqns = flat(jaxpr).eqns
-    # JAX rounds what it keeps by name, in the mesh around the program, which has to be
-    # the mesh of all equations.
+    # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
+    # around the program. That has to be the mesh of all equations.
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
         casting = casting._replace(keeps=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)
-    held = {eqn: _held(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
-    return Plan(takes, gives, facts.program, store(facts, held), casting)
+    rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
+    return Plan(takes, gives, facts.program, store(facts, rewritten), casting)
 
 
-def _held(facts: Facts, eqn: JaxprEqn) -> Step:
-    """The step of an equation that holds products, with plans for its programs."""
+def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
+    """The step of an equation that is rewritten, with the plans for its programs."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
     takes, gives = _dtypes_inside(facts, eqn, kinds, results)
     casting = facts.casting
-    if Is.SCANS in traits(eqn):
+    if Is.SCANS in traits(eqn):  # whose passes no compiler merges
         casting = casting._replace(prevent_cse=False)
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
@@ -97,18 +97,13 @@ def _held(facts: Facts, eqn: JaxprEqn) -> Step:
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
         plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
-    # Between two rounds a carry is in float32 if it is so after the last one, so that
-    # the last one is not rounded.
-    for n, given in zip(carried_by(eqn), gives, strict=False):
-        if takes[n] != given:
-            takes[n] = dtype_in(eqn.invars[n])
-    return Step(eqn, takes, plans)
+    return Step(eqn, _operand_dtypes(eqn, takes, gives), plans)
 
 
 def _dtypes_inside(
     facts: Facts, eqn: JaxprEqn, kinds: Sequence[Kind], results: Uses
 ) -> tuple[list[Any], tuple[Any, ...]]:
-    """The dtypes that the programs in an equation take, for its operands, and give.
+    """The dtypes that programs in an equation take, for each of its operands, and give.
 
     Args:
       facts: the facts about the program around it.
@@ -132,3 +127,23 @@ def _dtypes_inside(
         takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
         gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
     return takes, tuple(gives)
+
+
+def _operand_dtypes(
+    eqn: JaxprEqn, takes: Sequence[Any], gives: Sequence[Any]
+) -> list[Any]:
+    """The dtype in which an equation takes each operand, and a loop carries it.
+
+    If the body takes a carry in 16 bits but gives it in float32, the loop carries
+    float32, and each round rounds what it takes. So the last result is not rounded.
+
+    Args:
+      eqn: the equation.
+      takes: the dtypes that its programs take, for each of its operands.
+      gives: the dtypes that its programs give.
+    """
+    dtypes = list(takes)
+    for n, given in zip(carried_by(eqn), gives, strict=False):
+        if takes[n] != given:
+            dtypes[n] = dtype_in(eqn.invars[n])
+    return dtypes

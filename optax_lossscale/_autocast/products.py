@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Is, traits
@@ -23,6 +24,7 @@ from optax_lossscale._programs.values import (
     dtypes_in,
     is_float,
     is_inexact_dtype,
+    shape_in,
     variables,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
@@ -44,12 +46,12 @@ _CAST = "cast the batch and the parameters to float32"
 _INSIDE = "use autocast inside of it, as on the function that is passed to a solver"
 
 
-def is_narrowed(eqn: Any) -> bool:
+def is_narrowed(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that is computed in 16 bits."""
     return is_product(eqn) and _is_plain(eqn)
 
 
-def is_outer_product(eqn: Any) -> bool:
+def is_outer_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `dot_general` that sums nothing, and may be replaced.
 
     A multiplication replaces it: see `outer_product`.
@@ -59,18 +61,18 @@ def is_outer_product(eqn: Any) -> bool:
     return multiplies_once(eqn) and _is_plain(eqn)
 
 
-def _is_plain(eqn: Any) -> bool:
+def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether a product takes and gives float32, and does not ask for its precision."""
     dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
     return set(dtypes) == {FLOAT32} and not asks_for_precision(eqn)
 
 
-def may_be_rewritten(eqn: Any) -> bool:
+def may_be_rewritten(eqn: JaxprEqn) -> bool:
     """Whether an equation holds programs whose products `autocast` may narrow."""
     return not _why_not_rewritten(eqn)
 
 
-def is_rewritten(eqn: Any) -> bool:
+def is_rewritten(eqn: JaxprEqn) -> bool:
     """Whether an equation is rewritten: it holds products, or may in a backward pass.
 
     A `custom_vjp` may, whose rule is not seen. The rule of a `custom_jvp` is rewritten
@@ -125,7 +127,7 @@ def _reasons(program: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def _why_left(eqn: Any) -> list[str]:
+def _why_left(eqn: JaxprEqn) -> list[str]:
     """The reasons for an equation that is a product, or for those in its programs."""
     if is_product(eqn):
         dtypes = dtypes_in(eqn.invars[:2])
@@ -139,8 +141,8 @@ def _why_left(eqn: Any) -> list[str]:
     return [why for program in programs for why in _reasons(program)]
 
 
-def _why_not_rewritten(eqn: Any) -> str:
-    """Why the programs in an equation are not rewritten; "" if they are."""
+def _why_not_rewritten(eqn: JaxprEqn) -> str:
+    """Why the programs in an equation cannot be rewritten; "" if they can."""
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
     if is_placed(eqn):
@@ -154,15 +156,15 @@ def _why_not_rewritten(eqn: Any) -> str:
     return ""
 
 
-def _waits(eqn: Any) -> bool:
+def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
-    It does not if its condition follows from integers and booleans alone, such as a
-    count of rounds, which in the body follow from such alone, too. One with a flag for
-    each example of a `vmap` is taken to wait.
+    It does not if its condition is computed from integers and booleans alone, such as a
+    count of rounds, and the body computes the next ones from integers and booleans
+    alone. A loop with a flag for each example of a `vmap` is taken to wait.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
-    if condition.outvars[0].aval.shape:
+    if shape_in(condition.outvars[0]):
         return True
     of_condition = condition.invars[eqn.params["cond_nconsts"] :]
     of_body = body.invars[eqn.params["body_nconsts"] :]
@@ -177,7 +179,7 @@ def _waits(eqn: Any) -> bool:
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
-    """The variables from which results of a program are computed, and the results."""
+    """The variables from which some results of a program are computed, and these."""
     needed = set(variables(results))
     for eqn in reversed(program.eqns):
         if not needed.isdisjoint(eqn.outvars):

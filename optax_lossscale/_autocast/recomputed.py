@@ -6,7 +6,6 @@ another pass over a large array would be needed for a few numbers.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -15,7 +14,8 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
     is_float,
-    numbers_in,
+    shape_in,
+    size_of,
     variables,
 )
 
@@ -33,13 +33,13 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     return any(map(_computes_floats, eqns)) and not any(map(_puts_gaps, eqns))
 
 
-def kept(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
+def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
     """The reductions of a region that other equations in it read, and that are kept.
 
     To recompute one would take another pass over its operand. Keeping them saves bytes
     in a cross-entropy over a large vocabulary, and in the batch norms of a ResNet.
     """
-    largest = max(numbers_in(v.aval) for v in stored)
+    largest = max(size_of(v.aval) for v in stored)
     read_here = {v for eqn in eqns for v in variables(eqn.invars)}
     reductions = {eqn.outvars[0] for eqn in eqns if _takes_a_pass(eqn, largest)}
     return frozenset(reductions & read_here)
@@ -58,19 +58,19 @@ def _puts_gaps(eqn: JaxprEqn) -> bool:
     return any(gap for _, _, gap in eqn.params["padding_config"])
 
 
-def _takes_a_pass(eqn: Any, largest: int) -> bool:
+def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:
     """Whether an equation is a reduction that takes a pass over memory for itself.
 
     `largest` is the size of the largest array that its region stores.
     """
     if Is.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
-    operand = eqn.invars[0].aval
-    n_before = numbers_in(operand)
-    n_left = numbers_in(eqn.outvars[0].aval)
+    operand = eqn.invars[0]
+    n_before = size_of(operand.aval)
+    n_left = size_of(eqn.outvars[0].aval)
     # A compiler sums over rows, and computes from the sums what is stored for these
     # rows, in one kernel, as in the softmax of attention, which would move more bytes
     # if its sums were kept.
-    is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
+    is_over_rows = eqn.params["axes"] == (len(shape_in(operand)) - 1,)
     is_read_once = is_over_rows and largest >= n_before
     return n_left * _LEAST_TERMS <= n_before and not is_read_once

@@ -2,21 +2,22 @@
 
 `region_of_island` and `region_of_equation` make a region from its equations and from
 what it stores. A step of an island casts its operands to the dtypes in which they were
-traced; a few sums round them instead, as their results are rounded anyway. From the
-casts follows in which dtypes the region reads values from outside: in 16 bits those
-that only products read, or steps that move them to products.
+traced; a few sums round them instead, as their results are rounded anyway. The casts
+say in which dtypes the region reads values from outside: in 16 bits those that only
+products read, or steps that move them to products.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.products import is_narrowed
-from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept
+from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept_reductions
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -65,17 +66,17 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
     rounding = _rounding_sums(facts, eqns, stores)
     steps: list[Step] = []
     for eqn in eqns:
-        casts = _rounds if eqn in rounding else _takes
+        casts = _rounding_casts if eqn in rounding else _usual_casts
         steps.append(Step(eqn, casts(eqn, facts.low)))
     reads = _reads(facts, steps, stores)
     if not facts.casting.recomputes or not is_worth_recomputing(eqns):
         return Region(steps, reads, stores)
-    keeps = kept(eqns, stores) if facts.casting.keeps else frozenset()
+    keeps = kept_reductions(eqns, stores) if facts.casting.keeps else frozenset()
     return Region(steps, reads, stores, is_recomputed=True, kept=keeps)
 
 
 def region_of_equation(
-    facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes
+    facts: Facts, eqn: JaxprEqn, rewritten: Step | None, wanted: Dtypes
 ) -> Region:
     """The region of an equation that runs by itself, which stores all of its results.
 
@@ -86,14 +87,14 @@ def region_of_equation(
     Args:
       facts: the facts about the program.
       eqn: the equation.
-      held: its step, if it holds products.
+      rewritten: its step with the plans for its programs, if it is rewritten.
       wanted: the values that are read later, with the dtypes for storing them.
     """
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
     is_sent = _moves_rounded(eqn, results, low) and Is.CHEAP not in traits(eqn)
-    casts = _rounds if is_sent else _takes
-    steps = [held or Step(eqn, casts(eqn, low))]
+    casts = _rounding_casts if is_sent else _usual_casts
+    steps = [rewritten or Step(eqn, casts(eqn, low))]
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
     return Region(steps, _reads(facts, steps, results), stores)
 
@@ -116,9 +117,9 @@ def _rounding_sums(
 ) -> set[JaxprEqn]:
     """The sums of an island that round the numbers that they add.
 
-    They are those that are stored in 16 bits, or from which such a value is chosen. So
-    the compiler need not store their operands in float32. This saves bytes in a ResNet
-    and in transformers, and in a ResNet memory as well.
+    They are those that are stored in 16 bits, and those that such a sum adds or chooses
+    from. So the compiler need not store their operands in float32. This saves bytes in
+    a ResNet and in transformers, and in a ResNet memory as well.
     """
     low = facts.low
     rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}
@@ -138,7 +139,7 @@ def _is_of_one_shape(eqn: JaxprEqn) -> bool:
     return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
 
 
-def _takes(eqn: JaxprEqn, low: Any) -> list[Any]:
+def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtype to which an equation casts each operand; None for as it is stored."""
     if is_narrowed(eqn):
         others = eqn.invars[2:]
@@ -148,7 +149,7 @@ def _takes(eqn: JaxprEqn, low: Any) -> list[Any]:
     return dtypes_in(eqn.invars)
 
 
-def _rounds(eqn: JaxprEqn, low: Any) -> list[Any]:
+def _rounding_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtypes to which an equation casts its operands so that it gives 16 bits."""
     as_traced = dtypes_in(eqn.invars)
     # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
@@ -158,7 +159,7 @@ def _rounds(eqn: JaxprEqn, low: Any) -> list[Any]:
 
 
 def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
-    """The values that steps read from outside, with the dtypes they need them in."""
+    """The values that steps read from outside, each with the dtype that they need."""
     low = facts.low
     needed = dict(results)
     for step in reversed(steps):
@@ -177,7 +178,7 @@ def _rounded(facts: Facts, v: Var) -> Any:
     return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
 
 
-def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: Any) -> bool:
+def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
     moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)

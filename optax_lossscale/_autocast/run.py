@@ -2,7 +2,7 @@
 
 Each region is a function from the values that it reads to those that it stores. A
 region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps what it
-reads as residuals, and nothing else but the reductions that `recomputed.kept` names. A
+reads as residuals, and nothing else but the reductions that `kept_reductions` names. A
 step that holds programs runs each of them by its own plan, in the same way.
 """
 
@@ -15,119 +15,153 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
-from optax_lossscale._autocast.alike import in_common
+from optax_lossscale._autocast.alike import key_of_island
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
-from optax_lossscale._autocast.region import Region, Step
+from optax_lossscale._autocast.region import Dtypes, Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
+from optax_lossscale._programs.values import (
+    HALVES,
+    astype,
+    astypes,
+    dtype_in,
+    dtypes_in,
+)
 from optax_lossscale._programs.versions import bind, name_of
 
-# The policy of regions that keep reductions, to which `_run_region` gives the name
+# The policy of regions that keep reductions, to which `_Runner` gives the name
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 # How a step runs that has a derivative of the user's own; `enter` would lose the rule
 _WITH_RULE = {Is.JVP: custom_jvp, Is.VJP: custom_vjp}
 
-Functions = dict[Hashable, Callable[[Arrays], list[Any]]]
-"""Functions that run in several places, and that JAX traces and differentiates once.
-
-JAX finds an earlier trace by the function, so that each place has to run the same one.
-The key of an inner program is its plan. The key of an island that is recomputed is
-equal for all islands that compute the same.
-"""
-
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
     """The results of a program, for arguments that are cast to what its plan takes."""
-    return _run(plan, args, {})
+    return _Runner().run(plan, args)
 
 
-def _run(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
-    """The results of a program; what several places run is added to `functions`."""
-    program = plan.program
-    args = in_dtypes(plan.takes, args)
-    values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
-    for region in plan.regions:
-        operands = [values[v] for v in region.reads]
-        stored = _region_function(region, plan, functions)(operands)
-        values |= zip(region.stores, stored, strict=True)
-    results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
-    return in_dtypes(plan.gives, results)
+class _Runner:
+    """Runs a program by its plan, and the programs in it by theirs.
 
-
-# --- functions that several places share ---
-
-
-def _region_function(region: Region, plan: Plan, functions: Functions) -> Function:
-    """The function from what a region reads to what it stores."""
-
-    def stored(operands):
-        return _run_region(region, operands, plan.casting, functions)
-
-    if not region.is_recomputed:
-        return stored
-    recomputed = jax.checkpoint(
-        stored,
-        prevent_cse=plan.casting.prevent_cse,
-        policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
-    )
-    return functions.setdefault(in_common(region, plan.casting), recomputed)
-
-
-def _program_function(plan: Plan, step: Step, functions: Functions) -> Function:
-    """The function that runs a program of a step by its plan, in a `jit` of its own.
-
-    It stays a call only where the step was one. Elsewhere JAX puts it in its place, as
-    a compiler does less across a call: a scan over layers would move more bytes.
+    JAX traces and differentiates a function once, and knows it again by the function
+    itself. So what runs in several places is one function, which the runner remembers:
+    that of an inner program by its plan, and that of an island that is recomputed by a
+    key which is equal for all islands that compute the same.
     """
 
-    def results(args):
-        return _run(plan, args, functions)
+    def __init__(self):
+        self._functions: dict[Hashable, Function] = {}
 
-    results.__name__ = step.eqn.params.get("name", name_of(step.eqn))  # for profiles
-    is_call = Is.INLINED in traits(step.eqn)
-    return functions.setdefault(plan, jax.jit(results, inline=not is_call))
+    def run(self, plan: Plan, args: Arrays) -> list[Any]:
+        """The results of a program, region by region."""
+        program = plan.program
+        args = astypes(args, plan.takes)
+        values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
+        for region in plan.regions:
+            operands = [values[v] for v in region.reads]
+            stored = self._region_function(region, plan.casting)(operands)
+            values |= zip(region.stores, stored, strict=True)
+        results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
+        return astypes(results, plan.gives)
 
+    def _region_function(self, region: Region, casting: Casting) -> Function:
+        """The function from what a region reads to what it stores."""
 
-# --- regions and their steps ---
+        def stored(operands):
+            return self._run_region(region, operands)
 
+        if not region.is_recomputed:
+            return stored
+        recomputed = jax.checkpoint(
+            stored,
+            prevent_cse=casting.prevent_cse,
+            policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
+        )
+        return self._functions.setdefault(key_of_island(region, casting), recomputed)
 
-def _run_region(
-    region: Region, operands: Arrays, casting: Casting, functions: Functions
-) -> list[Any]:
-    """Runs the steps of a region, and returns the values that it stores."""
-    values = dict(zip(region.reads, operands, strict=True))
+    def _program_function(self, plan: Plan, step: Step) -> Function:
+        """The function that runs a program of a step, in a `jit` of its own.
 
-    # Steps that read a value in one dtype share one cast. So its cotangents are summed
-    # in that dtype, before the transpose of the cast rounds the sum.
-    @functools.cache
-    def cast(v, dtype):
-        return in_dtype(dtype, values[v])
+        It stays a call only where the step was one. Elsewhere JAX puts it in its place,
+        as a compiler does less across a call: a scan over layers would move more bytes.
+        """
 
-    def read(v, dtype):
-        return in_dtype(dtype, v.val) if isinstance(v, Literal) else cast(v, dtype)
+        def results(args):
+            return self.run(plan, args)
 
-    for step in region.steps:
+        name = step.eqn.params.get("name", name_of(step.eqn))
+        results.__name__ = name  # for profiles
+        is_call = Is.INLINED in traits(step.eqn)
+        return self._functions.setdefault(plan, jax.jit(results, inline=not is_call))
+
+    def _run_region(self, region: Region, operands: Arrays) -> list[Any]:
+        """Runs the steps of a region, and returns the values that it stores."""
+        values = dict(zip(region.reads, operands, strict=True))
+        stored: dict[Var, Any] = {}
+
+        # Steps that read a value in one dtype share one cast. So its cotangents are
+        # summed in that dtype, before the transpose of the cast rounds the sum.
+        @functools.cache
+        def cast(v, dtype):
+            return astype(values[v], dtype)
+
+        def read(v, dtype):
+            return astype(v.val, dtype) if isinstance(v, Literal) else cast(v, dtype)
+
+        for step in region.steps:
+            eqn = step.eqn
+            with _at_its_line(eqn):
+                taken = list(map(read, eqn.invars, step.takes))
+                results = self._run_step(step, taken, region.stores)
+                if not region.kept.isdisjoint(eqn.outvars):
+                    results = [checkpoint_name(x, SCOPE) for x in results]
+                values |= zip(eqn.outvars, results, strict=True)
+                for v in eqn.outvars:
+                    if v in region.stores:  # cast here, so that profiles show this line
+                        stored[v] = cast(v, region.stores[v])
+        return [stored[v] for v in region.stores]
+
+    def _run_step(self, step: Step, operands: list[Any], stores: Dtypes) -> list[Any]:
+        """The results of a step, from operands in the dtypes that it takes.
+
+        `stores` has the dtypes in which its region stores values.
+        """
         eqn = step.eqn
-        with _at_its_line(eqn):
-            taken = list(map(read, eqn.invars, step.takes))
-            results = _run_step(step, taken, region, casting, functions)
-            if not region.kept.isdisjoint(eqn.outvars):
-                results = [checkpoint_name(x, SCOPE) for x in results]
-            values |= zip(eqn.outvars, results, strict=True)
-            for v in eqn.outvars:
-                if v in region.stores:
-                    cast(v, region.stores[v])  # here, so that profiles show this line
-    return list(map(cast, region.stores, region.stores.values()))
+        if is_narrowed(eqn):
+            return _product(eqn, operands)
+        with eqn.ctx.manager:
+            if step.plans:
+                return self._run_rewritten(step, operands)
+            if is_outer_product(eqn):
+                return [outer_product(eqn, *operands)]
+            if Is.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) in HALVES:
+                return _spread(eqn, operands, stores[eqn.outvars[0]])
+        return bind(eqn, operands)
+
+    def _run_rewritten(self, step: Step, operands: list[Any]) -> list[Any]:
+        """The results of a step whose equation is rewritten, its programs by plans."""
+        eqn = step.eqn
+        programs = [self._program_function(plan, step) for plan in step.plans]
+        with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
+        if with_rule is None:
+            return enter(eqn, operands, programs)
+
+        def original(*operands):
+            traced = astypes(operands, dtypes_in(eqn.invars))
+            return astypes(bind(eqn, traced), step.plans[0].gives)
+
+        casting = step.plans[0].casting._replace(keeps=False)
+        rewrite = functools.partial(_rewrite, casting)
+        return with_rule(programs[0], original, operands, rewrite)
 
 
 def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
@@ -137,47 +171,7 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return source_info_util.user_context(source.traceback, name_stack=names)
 
 
-def _run_step(
-    step: Step,
-    operands: list[Any],
-    region: Region,
-    casting: Casting,
-    functions: Functions,
-) -> list[Any]:
-    """The results of a step of a region, from operands in the dtypes that it takes."""
-    eqn = step.eqn
-    if is_narrowed(eqn):
-        return _product(eqn, operands)
-    with eqn.ctx.manager:
-        if step.plans:
-            return _run_held(step, operands, casting, functions)
-        if is_outer_product(eqn):
-            return [outer_product(eqn, *operands)]
-        low = casting.low
-        if Is.SPREADS in traits(eqn) and region.stores.get(eqn.outvars[0]) == low:
-            return _spread(eqn, operands, low)
-    return bind(eqn, operands)
-
-
-def _run_held(
-    step: Step, operands: list[Any], casting: Casting, functions: Functions
-) -> list[Any]:
-    """The results of a step that holds programs, each of which runs by its plan."""
-    eqn = step.eqn
-    programs = [_program_function(plan, step, functions) for plan in step.plans]
-    with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
-    if with_rule is None:
-        return enter(eqn, operands, programs)
-
-    def original(*operands):
-        traced = in_dtypes(dtypes_in(eqn.invars), operands)
-        return in_dtypes(step.plans[0].gives, bind(eqn, traced))
-
-    rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
-    return with_rule(programs[0], original, operands, rewrite)
-
-
-def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def _product(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The result of a product whose operands are in 16 bits already, in 16 bits."""
     params = eqn.params | {"precision": None}
     if params.get("preferred_element_type") is not None:
@@ -193,12 +187,12 @@ def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
 
     @jax.custom_jvp
     def spread(x):
-        return bind(eqn, [in_dtype(low, x)])
+        return bind(eqn, [astype(x, low)])
 
     @spread.defjvp
     def tangents_of_spread(primals, tangents):
         wide = bind(eqn, tangents)
-        return spread(*primals), [in_dtype(low, x) for x in wide]
+        return spread(*primals), [astype(x, low) for x in wide]
 
     return spread(*operands)
 
@@ -215,7 +209,7 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
         arrays = jax.tree.leaves(args)
         plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)
         leaves, structure = jax.tree.flatten(types)
-        results = in_dtypes(dtypes_in(leaves), run(plan, arrays))
+        results = astypes(run(plan, arrays), dtypes_in(leaves))
         return jax.tree.unflatten(structure, results)
 
     return of_arrays

@@ -34,29 +34,29 @@ from optax_lossscale._autocast.region import (
     region_of_island,
 )
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import numbers_in, variables
+from optax_lossscale._programs.values import size_of, variables
 
 
-def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
+def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
     """The regions of a program; an island may become several.
 
     Args:
       facts: the facts about the program.
-      held: a step for each equation that holds products.
+      rewritten: the step of each equation that is rewritten.
     """
     eqns = facts.program.eqns
-    are_stored = of_products(facts)
-    repeated = _repeated(facts, are_stored)
+    seeds = island_seeds(facts)
+    repeated = _repeated(facts, seeds)
     order = {eqn: n for n, eqn in enumerate(eqns)}
     # The values that later regions read, or that are results, with their dtypes
     wanted = {v: facts.dtypes[v] for v in variables(facts.program.outs)}
     from_last: list[Region] = []
-    for part in reversed(partition(eqns, are_stored)):
+    for part in reversed(partition(eqns, seeds)):
         regions: list[Region] = []
         if isinstance(part, list):
-            regions = _of_island(facts, part, wanted, repeated, order)
+            regions = _regions_of_island(facts, part, wanted, repeated, order)
         elif part.effects or any(v in wanted for v in part.outvars):
-            regions = [region_of_equation(facts, part, held.get(part), wanted)]
+            regions = [region_of_equation(facts, part, rewritten.get(part), wanted)]
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
@@ -64,8 +64,8 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
     return tuple(reversed(from_last))
 
 
-def of_products(facts: Facts) -> Set[Var]:
-    """The values with which islands begin: those in 16 bits, and SUMs."""
+def island_seeds(facts: Facts) -> Set[Var]:
+    """The values from which islands grow: those stored in 16 bits, and SUMs."""
     return {
         v
         for v, dtype in facts.dtypes.items()
@@ -73,7 +73,7 @@ def of_products(facts: Facts) -> Set[Var]:
     }
 
 
-def _of_island(
+def _regions_of_island(
     facts: Facts,
     island: Island,
     wanted: Dtypes,
@@ -133,7 +133,7 @@ def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprE
     return needed
 
 
-def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
+def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     """The equations that islands repeat, by their results.
 
     They are cheap, and their results take no fewer bytes than the stored values that
@@ -144,9 +144,9 @@ def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
     repeated: dict[Var, JaxprEqn] = {}
     sources: dict[Var, set[Var]] = {}  # of each, the values that are read to repeat it
     for eqn in facts.program.eqns:
-        is_stored = not are_stored.isdisjoint(eqn.outvars)
+        is_seed = not seeds.isdisjoint(eqn.outvars)
         # The gradient of rows of an embedding would be summed for each island.
-        if is_stored or not is_cheap(eqn) or Is.PICKS in traits(eqn):
+        if is_seed or not is_cheap(eqn) or Is.PICKS in traits(eqn):
             continue
         read: set[Var] = set()
         for v in variables(eqn.invars):
@@ -159,4 +159,4 @@ def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
 
 def _bytes(facts: Facts, values: Iterable[Var]) -> int:
     """How many bytes values take in the dtypes in which they are stored."""
-    return sum(numbers_in(v.aval) * facts.dtypes[v].itemsize for v in values)
+    return sum(size_of(v.aval) * facts.dtypes[v].itemsize for v in values)

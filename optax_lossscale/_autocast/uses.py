@@ -26,7 +26,7 @@ from optax_lossscale._autocast.products import (
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import numbers_in, variables
+from optax_lossscale._programs.values import Atom, size_of, variables
 from optax_lossscale._programs.walk import carried_by, giving_results
 
 
@@ -60,20 +60,20 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
         if Is.NAMES in traits(eqn):
             after[eqn.outvars[0]] |= Use.PAST
         if is_narrowed(eqn):
-            of_operands = [Use.MULTIPLIED] * 2
+            of_operands = [Use.MULTIPLIED] * 2  # a third has the sizes of groups
         elif may_be_rewritten(eqn):
             of_results = tuple(after[v] for v in eqn.outvars)
             of_operands = uses_inside(eqn, results_inside(eqn, of_results))
         else:
-            of_operands = [_of_operand(eqn, v, depth, after) for v in eqn.invars]
+            of_operands = [_use_of_operand(eqn, v, depth, after) for v in eqn.invars]
         for v, use in zip(eqn.invars, of_operands, strict=False):
             if isinstance(v, Var):
                 after[v] |= use
     return after
 
 
-def _of_operand(
-    eqn: JaxprEqn, v: Any, depth: Mapping[Var, int], after: Mapping[Var, Use]
+def _use_of_operand(
+    eqn: JaxprEqn, v: Atom, depth: Mapping[Var, int], after: Mapping[Var, Use]
 ) -> Use:
     """What an equation, neither a product nor to be rewritten, does with an operand.
 
@@ -93,7 +93,7 @@ def _of_operand(
         # Where the result is read past a product, the equation may be repeated, which
         # then reads the operand there. A larger operand, as that of a sum, is not
         # stored for that, nor rounded.
-        is_larger = numbers_in(v.aval) > numbers_in(result.aval)
+        is_larger = size_of(v.aval) > size_of(result.aval)
         if may_be_repeated and not is_larger:
             use |= after[result] & Use.PAST
     return use
@@ -109,13 +109,13 @@ def depths(program: Flat) -> Mapping[Var, int]:
     return depth
 
 
-def results_inside(eqn: Any, results: Uses) -> Uses:
+def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
     """What is done with the results of the programs in an equation.
 
-    That is what is done with the results of the equation. But the next round of a loop
-    also reads what a round gives as carry, unless no product depends on the carry after
-    the loop: then the next round rounds what it takes, and not this one what it gives,
-    so that what the last round gives is not rounded.
+    That is what is done with the results of the equation. What a round of a loop gives
+    as carry is also used by the next round, which counts only if a product depends on
+    the carry after the loop. Else each round rounds what it takes, and not what it
+    gives, so that the last result is not rounded.
     """
     inside = list(results)
     earlier: list[Use] = []
@@ -128,7 +128,7 @@ def results_inside(eqn: Any, results: Uses) -> Uses:
     return tuple(inside)
 
 
-def uses_inside(eqn: Any, results: Uses) -> list[Use]:
+def uses_inside(eqn: JaxprEqn, results: Uses) -> list[Use]:
     """What the programs in an equation do with the equation's operands.
 
     The condition of a `while` is left out, as it follows from integers.

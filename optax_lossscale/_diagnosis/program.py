@@ -28,7 +28,7 @@ from optax_lossscale._programs.values import (
     dtype_in,
     is_float,
     is_inexact_dtype,
-    numbers_in,
+    size_of,
     variables,
 )
 from optax_lossscale._programs.versions import name_of, scopes_of
@@ -175,7 +175,7 @@ def _parts(
 def _numbers(instructions: Sequence[Instruction]) -> int:
     """How many numbers the results of instructions have."""
     results = (v for one in instructions for v in one.eqn.outvars)
-    return sum(numbers_in(v.aval) for v in results if dtype_in(v) is not None)
+    return sum(size_of(v.aval) for v in results if dtype_in(v) is not None)
 
 
 def _key(

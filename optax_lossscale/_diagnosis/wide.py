@@ -20,10 +20,10 @@ from optax_lossscale._diagnosis.equations import dtypes_of
 from optax_lossscale._programs.operations import TABLE, Is, traits
 from optax_lossscale._programs.values import (
     Array,
+    astype,
+    astypes,
     dtype_in,
     dtypes_in,
-    in_dtype,
-    in_dtypes,
     is_inexact_dtype,
     is_narrow_dtype,
 )
@@ -47,7 +47,7 @@ def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
 
 def widened(x: Array, wide: np.dtype | None) -> Array:
     """The same numbers, in `wide` if their dtype was narrower."""
-    return in_dtype(wide_dtype(dtype_in(x), wide), x)
+    return astype(x, wide_dtype(dtype_in(x), wide))
 
 
 def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[Array]:
@@ -110,7 +110,7 @@ def _as_traced(
     eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
 ) -> list[Array]:
     """The results in the equation's own dtypes, to which operands are cast, widened."""
-    results = _applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
+    results = _applied(eqn, astypes(ins, dtypes_in(eqn.invars)))
     return [widened(x, wide) for x in results]
 
 

@@ -8,34 +8,37 @@ carries the dtypes of its operands, to which it casts what its function gives.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtypes_in, in_dtypes
+from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
 Arrays = Sequence[Any]
+"""Arrays, traced or not, in the order of a program's arguments or results."""
+
 Function = Callable[[Arrays], list[Any]]
 """A program as a function, from all of its arguments to its results."""
 
 
-def is_entered(eqn: Any) -> bool:
+def is_entered(eqn: JaxprEqn) -> bool:
     """Whether the programs in an equation may be replaced."""
     return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
+def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
     """The results of an equation that holds programs, by `functions` in their place."""
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
-def is_placed(eqn: Any) -> bool:
+def is_placed(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jit` with shardings for its arguments or results."""
     places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
     return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
@@ -44,11 +47,11 @@ def is_placed(eqn: Any) -> bool:
 # --- one function for each kind of equation, which returns its results ---
 
 
-def _inlined(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     return function(operands)
 
 
-def _checkpoint(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     # Once differentiated, the equation recomputes a forward pass in a backward pass.
     # JAX lowers it with a barrier, so that the compiler does not merge the two. It
@@ -59,14 +62,14 @@ def _checkpoint(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)(operands)
 
 
-def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     carried = carried_by(eqn)
     n_carry = len(carried)
     consts = operands[: carried.start]
 
     def body(carry, xs):
         results = function([*consts, *carry, *xs])
-        return in_dtypes(dtypes_in(carry), results[:n_carry]), results[n_carry:]
+        return astypes(results[:n_carry], dtypes_in(carry)), results[n_carry:]
 
     carry = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
@@ -77,7 +80,7 @@ def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     (condition, of_condition), (_, of_body) = arguments_of(eqn)
     carried = carried_by(eqn)
 
@@ -91,25 +94,24 @@ def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
         return flag
 
     def step(carry):
-        return in_dtypes(dtypes_in(carry), function(inputs(of_body, carry)))
+        return astypes(function(inputs(of_body, carry)), dtypes_in(carry))
 
     return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 
 
-def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
+def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     index, *operands = operands
-    branches = [lambda *args, run=run: run(args) for run in functions]
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
-        return lax.switch(index, branches, *operands)
+        return lax.switch(index, functions, operands)
     # A branch for other platforms, such as one with a kernel, may not compile for this.
-    of_platforms: dict[str, Any] = {}
-    for names, branch in zip(platforms, branches, strict=True):
-        of_platforms |= dict.fromkeys(names or ["default"], branch)
-    return lax.platform_dependent(*operands, **of_platforms)
+    of_platforms: dict[str, Function] = {}
+    for names, function in zip(platforms, functions, strict=True):
+        of_platforms |= dict.fromkeys(names or ["default"], function)
+    return lax.platform_dependent(operands, **of_platforms)
 
 
-def _shard_map(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     mapped = jax.shard_map(
         function,
         mesh=eqn.params["mesh"],
@@ -129,8 +131,8 @@ _ENTER = {
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
 }
-ENTERED = functools.reduce(Is.__or__, _ENTER, Is.JVP | Is.VJP)
-"""The traits of operations whose programs may be replaced: each has exactly one.
+ENTERED = functools.reduce(operator.or_, _ENTER) | Is.JVP | Is.VJP
+"""The traits of operations whose programs may be replaced; no operation has two.
 
 `enter` runs all of them but `JVP` and `VJP`, whose rules it would lose.
 """

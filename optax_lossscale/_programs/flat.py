@@ -1,8 +1,8 @@
 """A traced program without its calls: what a `jit` calls is put in the call's place.
 
 Loops, branches and other equations that hold programs stay one equation.
-`jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. Every variable of
-the result is assigned once, by one of its equations.
+`jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. No variable of the
+result is assigned twice, even if a program is called twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,60 +57,69 @@ def all_flat(program: Any) -> Flat:
 
 
 def _flattened(program: Any, inlined: Callable[[JaxprEqn], Any]) -> Flat:
-    """Flattens a program; `inlined` gives what is put in the place of an equation."""
+    """Flattens a program; see `_Flattener` for `inlined`."""
+    flattener = _Flattener(inlined)
     ins = open_jaxpr(program).invars
-    found = Flat([], ins, [], {}, argument_names(program))
     around = _Call(source_info_util.new_name_stack(), None)
-    found.outs.extend(_add(found, program, ins, around, inlined))
-    return found
+    outs = flattener.add(program, ins, around)
+    names = argument_names(program)
+    return Flat(flattener.eqns, ins, outs, flattener.consts, names)
 
 
-def _add(
-    found: Flat,
-    program: Any,
-    operands: Sequence[Any],
-    around: _Call,
-    inlined: Callable[[JaxprEqn], Any],
-) -> list[Any]:
-    """Adds the equations of a program that is called, and returns its results."""
-    jaxpr = open_jaxpr(program)
-    found.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
-    of_call = dict(zip(jaxpr.invars, operands, strict=True))
+class _Flattener:
+    """Collects the equations and constants of a program and of those that it calls.
 
-    def read(values):
-        """What variables and literals of this program become in the flat one."""
-        return [
-            _as_read(found, v) if isinstance(v, Literal) else of_call.get(v, v)
-            for v in values
-        ]
-
-    for eqn in jaxpr.eqns:
-        eqn = _at(around, eqn).replace(invars=read(eqn.invars))
-        inner = inlined(eqn)
-        if inner is None:
-            # New ones, as the program may be called again
-            results = [Var(v.aval) for v in eqn.outvars]
-            found.eqns.append(eqn.replace(outvars=results))
-        else:
-            names = eqn.source_info.name_stack
-            if "name" in eqn.params:
-                names = names.extend(f"jit({eqn.params['name']})")
-            call = _Call(names, eqn.source_info.traceback)
-            results = _add(found, inner, eqn.invars, call, inlined)
-        of_call.update(zip(eqn.outvars, results, strict=True))
-    return read(jaxpr.outvars)
-
-
-def _as_read(found: Flat, literal: Literal) -> Any:
-    """A number as it is; for an array that JAX wrote as a literal, a variable.
-
-    It does so with `jax_use_simplified_jaxpr_constants`.
+    `inlined` gives the program that replaces an equation; None for one that stays.
     """
-    if shape_in(literal) == ():
-        return literal
-    v = Var(literal.aval)
-    found.consts[v] = literal.val
-    return v
+
+    def __init__(self, inlined: Callable[[JaxprEqn], Any]):
+        self.inlined = inlined
+        self.eqns: list[JaxprEqn] = []
+        self.consts: dict[Var, Any] = {}
+
+    def add(self, program: Any, operands: Sequence[Any], around: _Call) -> list[Any]:
+        """Adds the equations of a program that is called, and returns its results."""
+        jaxpr = open_jaxpr(program)
+        self.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
+        of_call = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(values):
+            """What stands for values of this program in the flat one."""
+            return [
+                self._literal(v) if isinstance(v, Literal) else of_call.get(v, v)
+                for v in values
+            ]
+
+        for eqn in jaxpr.eqns:
+            eqn = _at(around, eqn).replace(invars=read(eqn.invars))
+            inner = self.inlined(eqn)
+            if inner is None:
+                # New variables, as the program may be called again
+                results = [Var(v.aval) for v in eqn.outvars]
+                self.eqns.append(eqn.replace(outvars=results))
+            else:
+                results = self.add(inner, eqn.invars, _call_by(eqn))
+            of_call.update(zip(eqn.outvars, results, strict=True))
+        return read(jaxpr.outvars)
+
+    def _literal(self, literal: Literal) -> Any:
+        """A literal of one number as it is; for a literal array, a new constant.
+
+        JAX writes arrays as literals with `jax_use_simplified_jaxpr_constants`.
+        """
+        if shape_in(literal) == ():
+            return literal
+        v = Var(literal.aval)
+        self.consts[v] = literal.val
+        return v
+
+
+def _call_by(eqn: JaxprEqn) -> _Call:
+    """The call that an equation makes, with the name of the function that it calls."""
+    names = eqn.source_info.name_stack
+    if "name" in eqn.params:
+        names = names.extend(f"jit({eqn.params['name']})")
+    return _Call(names, eqn.source_info.traceback)
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:

@@ -9,17 +9,18 @@ from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._programs.values import dtype_in
 
 
-def key_of(eqn: Any) -> Hashable:
+def key_of(eqn: JaxprEqn) -> Hashable:
     """A key of what an equation does to its operands; it may have no hash."""
     # Sorting compares names alone, as no two parameters have the same name.
     return eqn.primitive, tuple(sorted(eqn.params.items())), eqn.ctx
 
 
-def key_of_literal(literal: Any) -> Hashable:
+def key_of_literal(literal: Literal) -> Hashable:
     """A key of a literal, by its dtype and its bytes: 0.0 is not -0.0."""
     return dtype_in(literal), np.asarray(literal.val).tobytes()
 

@@ -3,9 +3,9 @@
 import os
 import re
 import sys
-from typing import Any
 
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 
 # Frames of these packages are never shown as the user's line: the user's functions call
 # them, and are called by them.
@@ -21,7 +21,7 @@ _FRAMEWORKS = (
 )
 
 
-def users_line(eqn: Any) -> str:
+def users_line(eqn: JaxprEqn) -> str:
     """The innermost line of the user's that led to an equation; "" if none did.
 
     It looks like `model.py:12 (f)`. What a framework traced once and cached has none.
@@ -31,7 +31,7 @@ def users_line(eqn: Any) -> str:
     return _short(users[-1]) if users else ""
 
 
-def line_of(eqn: Any, around: str = "") -> str:
+def line_of(eqn: JaxprEqn, around: str = "") -> str:
     """The user's line that made an equation, in words if there is none.
 
     Where no line of the user's made it, this is `around`, the line of the equation that
@@ -40,7 +40,7 @@ def line_of(eqn: Any, around: str = "") -> str:
     return users_line(eqn) or around or "an unknown line"
 
 
-def is_of_optax(eqn: Any) -> bool:
+def is_of_optax(eqn: JaxprEqn) -> bool:
     """Whether Optax made an equation, other than one of its losses."""
     optax = _folder("optax")
     calls = _calls(eqn)
@@ -50,7 +50,7 @@ def is_of_optax(eqn: Any) -> bool:
     return calls[-1].startswith(optax) and not is_loss
 
 
-def _calls(eqn: Any) -> list[str]:
+def _calls(eqn: JaxprEqn) -> list[str]:
     """The frames that led to an equation, without JAX's own; the innermost is last."""
     return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
 

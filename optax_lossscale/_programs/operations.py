@@ -2,13 +2,15 @@
 
 `row_of(eqn)` is the row of an equation's operation, and `traits(eqn)` the first cell of
 that row. For `exp` the traits are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
-`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`,
-the backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it
-where its operand has 16 bits. An operation without a row has the row `UNKNOWN`.
+`SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`, the backward
+pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where its
+operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
 import enum
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.versions import name_of
 
@@ -21,7 +23,10 @@ class Is(enum.Flag):
     SELECTS = enum.auto()
     """Its results are parts of an operand, and so may lack its largest numbers."""
     PLACES = enum.auto()
-    """Moves numbers, but runs as traced, as its derivative may sum, or it casts."""
+    """Moves numbers as well, but runs in the dtypes in which it was traced.
+
+    Either its derivative may be a sum, or it is a cast.
+    """
     SENDS = enum.auto()
     """Communicates between devices, for which the number of bytes counts."""
     SPREADS = enum.auto()
@@ -32,12 +37,12 @@ class Is(enum.Flag):
     VARIES = enum.auto()
     """Exists only where JAX tracks along which mesh axes each array differs.
 
-    It sums over these axes if it adds many, and else returns its operand.
+    One that is `ADDS_MANY` sums over these axes, and any other returns its operand.
     """
     CHOOSES = enum.auto()
-    """Selects numbers of its operands, or negates them.
+    """Its results are numbers of its operands, perhaps negated.
 
-    It runs in float32 for all that, as its derivative may be a sum.
+    It runs in float32 nevertheless, as its derivative may be a sum.
     """
     FILLS = enum.auto()
     """Puts numbers of one operand between those of another, as a mask does."""
@@ -102,7 +107,7 @@ class Is(enum.Flag):
     that clips, has to see the whole cotangent.
     """
     CHEAP = enum.auto()
-    """Takes one pass over its operands at most, and mostly not even that.
+    """Takes one pass over its operands at most, and mostly none of its own.
 
     Compilers fuse most of these operations with those that read the results, so a
     backward pass may recompute the results instead of keeping them.
@@ -119,9 +124,9 @@ Terms = Literal[
     "updates",
     "window_dimensions",
 ]
-"""What says how many terms an equation sums.
+"""Where `terms_of` in `_programs.work` reads how many terms an equation sums.
 
-It is the parameter of this name, or what `terms_of` in `_programs.work` takes for it.
+Some are names of the equation's parameters; each other word is a case of its own.
 """
 
 Formula = Literal[
@@ -286,12 +291,12 @@ TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
 """The row of each operation, by the operation's name in JAX."""
 
 
-def row_of(eqn: Any) -> Row:
+def row_of(eqn: JaxprEqn) -> Row:
     """The row of an equation's operation; `UNKNOWN` if the table has none."""
     return TABLE.get(name_of(eqn), UNKNOWN)
 
 
-def traits(eqn: Any) -> Is:
+def traits(eqn: JaxprEqn) -> Is:
     """The traits of an equation's operation."""
     return row_of(eqn).traits
 

@@ -2,8 +2,9 @@
 
 JAX shares the jaxpr of a jitted function between all of its calls. If a function calls
 another twice, which calls a third twice, and so on, a program of few jaxprs makes
-exponentially many calls. A function that is remembered visits each jaxpr once instead.
-Only `all_flat` visits each call, as what it returns is to be run.
+exponentially many calls. A function that is remembered computes its result once for
+each jaxpr, and not for each call. Only the result of `all_flat` has the equations of
+each call, as it is to be run.
 """
 
 import functools

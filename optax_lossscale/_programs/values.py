@@ -52,8 +52,8 @@ def is_narrow_dtype(dtype: Any) -> bool:
     )
 
 
-def in_dtype(dtype: Any, x: Any) -> Any:
-    """Casts an array; returns it as it is if `dtype` is None, or if it has no dtype."""
+def astype(x: Any, dtype: Any) -> Any:
+    """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
     now = dtype_in(x)
     has_none = dtype is None or now is None  # NumPy's float64 equals None
     if has_none or now == dtype:
@@ -70,16 +70,16 @@ def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[A
     """
     mesh = jax.typeof(x).sharding.mesh
     around = jax.sharding.get_abstract_mesh()
-    kinds = {*mesh.axis_types, *around.axis_types}
+    axis_types = {*mesh.axis_types, *around.axis_types}
     is_one_mesh = mesh.empty or around.empty or mesh == around
-    if is_one_mesh or kinds == {AxisType.Auto}:
+    if is_one_mesh or axis_types == {AxisType.Auto}:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """Casts each array to the dtype at its place, as `in_dtype` does."""
-    return [in_dtype(dtype, x) for dtype, x in zip(dtypes, xs, strict=True)]
+def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Casts each array to the dtype at its place, as `astype` does."""
+    return [astype(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
 def dtypes_in(variables: Sequence[Any]) -> list[Any]:
@@ -101,10 +101,10 @@ def shape_in(v: Any) -> tuple[int, ...]:
 
 
 def variables(values: Sequence[Any]) -> list[Var]:
-    """Those of an equation's operands that are no literals."""
+    """The variables among the operands or results of an equation, without literals."""
     return [v for v in values if isinstance(v, Var)]
 
 
-def numbers_in(array: Any) -> int:
-    """How many numbers an array has, by the `lengths_of` its axes."""
+def size_of(array: Any) -> int:
+    """How many numbers an array has, as `lengths_of` counts them."""
     return math.prod(lengths_of(array))

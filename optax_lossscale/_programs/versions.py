@@ -10,6 +10,8 @@ which has the values of its constants: equations hold either.
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 
 def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr that a closed jaxpr wraps; an open one as it is."""
@@ -40,7 +42,7 @@ def argument_names(jaxpr: Any) -> Sequence[str]:
     return tuple(name or "" for name in names)
 
 
-def params_of(eqn: Any) -> dict[str, Any]:
+def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """An equation's parameters, or those of the object that holds them.
 
     Some operations have such an object as their parameter `_prim`; `custom_root` has
@@ -49,7 +51,7 @@ def params_of(eqn: Any) -> dict[str, Any]:
     return getattr(eqn.params.get("_prim"), "params", eqn.params)
 
 
-def name_of(eqn: Any) -> str:
+def name_of(eqn: JaxprEqn) -> str:
     """The name of an equation's operation, which is that of its primitive.
 
     Operations whose parameters are in an object share one primitive; their name is that
@@ -59,13 +61,13 @@ def name_of(eqn: Any) -> str:
     return eqn.primitive.name if holder is None else type(holder).__name__
 
 
-def scopes_of(eqn: Any) -> list[str]:
+def scopes_of(eqn: JaxprEqn) -> list[str]:
     """The names of the scopes that an equation is in, without JAX's transformations."""
     stack = eqn.source_info.name_stack.stack
     return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
 
 
-def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Applies an equation's operation, with its parameters, to other operands."""
     functions = ()
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -76,7 +78,7 @@ def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def scan_sizes(eqn: Any) -> tuple[int, int]:
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are its carry."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -85,7 +87,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def mapped_axes(eqn: Any) -> tuple[Any, ...]:
+def mapped_axes(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The mesh axes that this `shard_map` maps over, without those mapped around it."""
     if "manual_axes" in eqn.params:  # before jax 0.10
         return tuple(eqn.params["manual_axes"])

@@ -7,10 +7,10 @@ For a `scan` with 2 constants, 1 carry and 1 array to scan over, `arguments_of` 
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.operations import Is, row_of, traits
 from optax_lossscale._programs.versions import (
@@ -21,7 +21,7 @@ from optax_lossscale._programs.versions import (
 )
 
 
-def programs_in(eqn: Any) -> list[Any]:
+def programs_in(eqn: JaxprEqn) -> list[Any]:
     """The programs that an equation holds and runs, in the order of running."""
     params = params_of(eqn)
     names = row_of(eqn).programs
@@ -33,34 +33,35 @@ def programs_in(eqn: Any) -> list[Any]:
     return [leaf for leaf in leaves if is_program(leaf)]
 
 
-def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
+def arguments_of(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation that is entered, each with its operands.
 
     The operands are given by their positions among those of the equation.
     """
-    # A program takes the last operands, which are all but the index of a `cond`.
+    # A program takes the last operands: all of them, but for the index of a `cond` and
+    # the constants of a loop's condition.
     end = len(eqn.invars)
     entered: list[tuple[Any, Sequence[int]]] = [
         (program, range(end - len(open_jaxpr(program).invars), end))
         for program in programs_in(eqn)
     ]
-    if Is.WAITS in traits(eqn):  # but for the condition of a loop
+    if Is.WAITS in traits(eqn):  # its condition lacks the constants of its body
         condition, _ = entered[0]
         of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
         entered[0] = (condition, of_condition)
     return entered
 
 
-def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The same as `arguments_of`, without the condition of a `while`.
+def giving_results(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
+    """The programs whose results are those of the equation, each with its operands.
 
-    The results of the other programs are those of the equation.
+    They are all that `arguments_of` gives but for the condition of a `while`.
     """
     entered = arguments_of(eqn)
     return entered[1:] if Is.WAITS in traits(eqn) else entered
 
 
-def carried_by(eqn: Any) -> range:
+def carried_by(eqn: JaxprEqn) -> range:
     """The positions of the operands that a loop carries from round to round."""
     if Is.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
@@ -74,4 +75,4 @@ def carried_by(eqn: Any) -> range:
 def _parameter(params: dict[str, Any], name: str) -> Any:
     """A parameter by name; for `jaxprs.solve`, the attribute `solve` of one."""
     name, _, part = name.partition(".")
-    return attrgetter(part)(params[name]) if part else params.get(name)
+    return getattr(params[name], part) if part else params.get(name)

@@ -8,20 +8,20 @@ cell `terms` in the row of the operation says how its terms are counted.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.operations import Is, row_of, traits
-from optax_lossscale._programs.values import lengths_of
+from optax_lossscale._programs.values import lengths_of, shape_in
 
 
-def is_product(eqn: Any) -> bool:
+def is_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product: a matrix product or convolution that sums.
 
-    Inner products, whose results are single numbers or one number for each index of a
-    batch, do not count.
+    An inner product, which gives a single number, or one for each index of a batch, is
+    none.
     """
     if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
@@ -30,15 +30,15 @@ def is_product(eqn: Any) -> bool:
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     # An inner product has no axis that is neither summed nor of the batch.
     n_summed = len(contracted) + len(batch)
-    return any(len(v.aval.shape) > n_summed for v in eqn.invars)
+    return any(len(shape_in(v)) > n_summed for v in eqn.invars)
 
 
-def multiplies_once(eqn: Any) -> bool:
+def multiplies_once(eqn: JaxprEqn) -> bool:
     """Whether each result of a product is one number times another, without a sum."""
     return terms_of(eqn) == 1
 
 
-def asks_for_precision(eqn: Any) -> bool:
+def asks_for_precision(eqn: JaxprEqn) -> bool:
     """Whether a product is to have the HIGHEST precision, or runs by an algorithm.
 
     Either is asked for in the call, or by the default around it. JAX writes a precision
@@ -50,23 +50,24 @@ def asks_for_precision(eqn: Any) -> bool:
     return precision is not None
 
 
-def results_of(eqn: Any) -> int:
+def results_of(eqn: JaxprEqn) -> int:
     """How many numbers a product computes, each a sum of `terms_of` terms."""
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    # The first axis of the result is then that of the groups, and the contracted axis
-    # is divided among these: together, they take the multiplications of one product.
+    # If the contracted axis is the ragged one, each group sums a part of it, and the
+    # first axis of the result is that of the groups. All groups together multiply as
+    # often as one product.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs, which are not counted.
+    # A transposed convolution puts zeros between its inputs. Their terms are left out.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 
 
-def terms_of(eqn: Any) -> int:
+def terms_of(eqn: JaxprEqn) -> int:
     """How many terms each result of an equation sums; 1 for one that is not a sum.
 
-    A sum over devices counts as none.
+    A sum over devices is taken for no sum.
     """
     terms = row_of(eqn).terms
     if not terms:
@@ -93,7 +94,7 @@ def terms_of(eqn: Any) -> int:
     return math.prod(lengths[axis] for axis in summed)
 
 
-def _contracted(eqn: Any) -> Sequence[int]:
+def _contracted(eqn: JaxprEqn) -> Sequence[int]:
     """The axes of the first operand that a matrix product sums over."""
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     numbers = (

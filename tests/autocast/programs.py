@@ -50,7 +50,7 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
 )
 from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
 from optax_lossscale._programs.operations import Is, traits  # noqa: E402
-from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtypes, is_float  # noqa: E402
+from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_float  # noqa: E402
 from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
 from optax_lossscale._programs.walk import giving_results  # noqa: E402
 
@@ -71,7 +71,7 @@ def evaluated(program, compute):
 
     def call(args):
         variables = [*jaxpr.constvars, *jaxpr.invars]
-        xs = in_dtypes(dtypes(variables), [*constants(program), *args])
+        xs = astypes([*constants(program), *args], dtypes(variables))
         values = dict(zip(variables, xs, strict=True))
 
         def read(variables):
@@ -79,7 +79,7 @@ def evaluated(program, compute):
                 jnp.asarray(v.val) if isinstance(v, Literal) else values[v]
                 for v in variables
             ]
-            return in_dtypes(dtypes(variables), xs)
+            return astypes(xs, dtypes(variables))
 
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
