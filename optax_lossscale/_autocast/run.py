@@ -7,6 +7,7 @@ step that holds programs runs each of them by its own plan, in the same way.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -49,17 +50,26 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
     return _Runner().run(plan, args)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Island:
+    """A region that is recomputed; it equals all islands that compute the same."""
+
+    key: Hashable  # by `key_of_island`
+    region: Region = dataclasses.field(compare=False)
+    casting: Casting = dataclasses.field(compare=False)
+
+
 class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
     JAX traces and differentiates a function once, and knows it again by the function
-    itself. So what runs in several places is one function, which the runner remembers:
-    that of an inner program by its plan, and that of an island that is recomputed by a
-    key which is equal for all islands that compute the same.
+    itself. So what runs in several places is one function: there is one for each inner
+    program, and one for all islands that compute the same.
     """
 
     def __init__(self):
-        self._functions: dict[Hashable, Function] = {}
+        self._program_function = functools.cache(self._jitted)
+        self._island_function = functools.cache(self._checkpointed)
 
     def run(self, plan: Plan, args: Arrays) -> list[Any]:
         """The results of a program, region by region."""
@@ -68,40 +78,38 @@ class _Runner:
         values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
         for region in plan.regions:
             operands = [values[v] for v in region.reads]
-            stored = self._region_function(region, plan.casting)(operands)
+            if region.is_recomputed:
+                key = key_of_island(region, plan.casting)
+                island = _Island(key, region, plan.casting)
+                stored = self._island_function(island)(operands)
+            else:
+                stored = self._run_region(region, operands)
             values |= zip(region.stores, stored, strict=True)
         results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
         return astypes(results, plan.gives)
 
-    def _region_function(self, region: Region, casting: Casting) -> Function:
-        """The function from what a region reads to what it stores."""
-
-        def stored(operands):
-            return self._run_region(region, operands)
-
-        if not region.is_recomputed:
-            return stored
-        recomputed = jax.checkpoint(
-            stored,
-            prevent_cse=casting.prevent_cse,
+    def _checkpointed(self, island: _Island) -> Function:
+        """The function from what an island reads to what it stores."""
+        region = island.region
+        return jax.checkpoint(
+            functools.partial(self._run_region, region),
+            prevent_cse=island.casting.prevent_cse,
             policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
         )
-        return self._functions.setdefault(key_of_island(region, casting), recomputed)
 
-    def _program_function(self, plan: Plan, step: Step) -> Function:
-        """The function that runs a program of a step, in a `jit` of its own.
+    def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
+        """The function that runs an inner program, in a `jit` of its own.
 
-        It stays a call only where the step was one. Elsewhere JAX puts it in its place,
-        as a compiler does less across a call: a scan over layers would move more bytes.
+        It stays a call only where the program was called. Elsewhere JAX puts it in its
+        place, as a compiler does less across a call: a scan over layers would move more
+        bytes.
         """
 
         def results(args):
             return self.run(plan, args)
 
-        name = step.eqn.params.get("name", name_of(step.eqn))
         results.__name__ = name  # for profiles
-        is_call = Is.INLINED in traits(step.eqn)
-        return self._functions.setdefault(plan, jax.jit(results, inline=not is_call))
+        return jax.jit(results, inline=not is_call)
 
     def _run_region(self, region: Region, operands: Arrays) -> list[Any]:
         """Runs the steps of a region, and returns the values that it stores."""
@@ -150,7 +158,9 @@ class _Runner:
     def _run_rewritten(self, step: Step, operands: list[Any]) -> list[Any]:
         """The results of a step whose equation is rewritten, its programs by plans."""
         eqn = step.eqn
-        programs = [self._program_function(plan, step) for plan in step.plans]
+        name = eqn.params.get("name", name_of(eqn))
+        is_call = Is.INLINED in traits(eqn)
+        programs = [self._program_function(plan, name, is_call) for plan in step.plans]
         with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
         if with_rule is None:
             return enter(eqn, operands, programs)

@@ -40,6 +40,14 @@ class _Call(NamedTuple):
     caller: Any  # the traceback of the call; None around the whole program
 
 
+class _Body(NamedTuple):
+    """What a program adds to the flat one where it is called."""
+
+    eqns: list[JaxprEqn]
+    outs: list[Any]
+    consts: dict[Var, Any]
+
+
 @remembered
 def flat(program: Any) -> Flat:
     """Flattens a program as far as `autocast` can use it.
@@ -57,61 +65,53 @@ def all_flat(program: Any) -> Flat:
 
 
 def _flattened(program: Any, inlined: Callable[[JaxprEqn], Any]) -> Flat:
-    """Flattens a program; see `_Flattener` for `inlined`."""
-    flattener = _Flattener(inlined)
-    ins = open_jaxpr(program).invars
-    around = _Call(source_info_util.new_name_stack(), None)
-    outs = flattener.add(program, ins, around)
-    names = argument_names(program)
-    return Flat(flattener.eqns, ins, outs, flattener.consts, names)
-
-
-class _Flattener:
-    """Collects the equations and constants of a program and of those that it calls.
+    """Flattens a program.
 
     `inlined` gives the program that replaces an equation; None for one that stays.
     """
+    ins = open_jaxpr(program).invars
+    around = _Call(source_info_util.new_name_stack(), None)
+    body = _body(program, ins, around, inlined)
+    return Flat(body.eqns, ins, body.outs, body.consts, argument_names(program))
 
-    def __init__(self, inlined: Callable[[JaxprEqn], Any]):
-        self.inlined = inlined
-        self.eqns: list[JaxprEqn] = []
-        self.consts: dict[Var, Any] = {}
 
-    def add(self, program: Any, operands: Sequence[Any], around: _Call) -> list[Any]:
-        """Adds the equations of a program that is called, and returns its results."""
-        jaxpr = open_jaxpr(program)
-        self.consts.update(zip(jaxpr.constvars, constants(program), strict=True))
-        of_call = dict(zip(jaxpr.invars, operands, strict=True))
+def _body(
+    program: Any,
+    operands: Sequence[Any],
+    around: _Call,
+    inlined: Callable[[JaxprEqn], Any],
+) -> _Body:
+    """The body of a program that is called with these operands."""
+    jaxpr = open_jaxpr(program)
+    eqns = []
+    consts = dict(zip(jaxpr.constvars, constants(program), strict=True))
+    of_call = dict(zip(jaxpr.invars, operands, strict=True))
 
-        def read(values):
-            """What stands for values of this program in the flat one."""
-            return [
-                self._literal(v) if isinstance(v, Literal) else of_call.get(v, v)
-                for v in values
-            ]
+    def stand_in(v):
+        """What stands for a value of this program in the flat one."""
+        if not isinstance(v, Literal):
+            return of_call.get(v, v)
+        if shape_in(v) == ():
+            return v
+        # With `jax_use_simplified_jaxpr_constants`, literals may be arrays.
+        constant = Var(v.aval)
+        consts[constant] = v.val
+        return constant
 
-        for eqn in jaxpr.eqns:
-            eqn = _at(around, eqn).replace(invars=read(eqn.invars))
-            inner = self.inlined(eqn)
-            if inner is None:
-                # New variables, as the program may be called again
-                results = [Var(v.aval) for v in eqn.outvars]
-                self.eqns.append(eqn.replace(outvars=results))
-            else:
-                results = self.add(inner, eqn.invars, _call_by(eqn))
-            of_call.update(zip(eqn.outvars, results, strict=True))
-        return read(jaxpr.outvars)
-
-    def _literal(self, literal: Literal) -> Any:
-        """A literal of one number as it is; for a literal array, a new constant.
-
-        JAX writes arrays as literals with `jax_use_simplified_jaxpr_constants`.
-        """
-        if shape_in(literal) == ():
-            return literal
-        v = Var(literal.aval)
-        self.consts[v] = literal.val
-        return v
+    for eqn in jaxpr.eqns:
+        eqn = _at(around, eqn).replace(invars=list(map(stand_in, eqn.invars)))
+        called = inlined(eqn)
+        if called is None:
+            # New variables, as the program may be called again
+            results = [Var(v.aval) for v in eqn.outvars]
+            eqns.append(eqn.replace(outvars=results))
+        else:
+            body = _body(called, eqn.invars, _call_by(eqn), inlined)
+            eqns += body.eqns
+            consts |= body.consts
+            results = body.outs
+        of_call |= zip(eqn.outvars, results, strict=True)
+    return _Body(eqns, list(map(stand_in, jaxpr.outvars)), consts)
 
 
 def _call_by(eqn: JaxprEqn) -> _Call:
