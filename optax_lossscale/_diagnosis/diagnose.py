@@ -145,7 +145,7 @@ def _findings(
         is_finite_without=runs.at_1.is_finite,
         off_without=_off_without(runs, off),
         underflow=_underflow(gradient, runs, off),
-        not_compared=runs.passed,
+        not_compared=runs.not_compared,
         table=table_of(run.notes),
     )
 

@@ -80,11 +80,12 @@ def cond(
     branches = instruction.programs
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(branches) - 1)
-    results: list[Value] = []
-    for number in np.unique(chosen):
+    first, *others = np.unique(chosen)
+    results = run(branches[first], _filled(np.asarray(chosen == first), operands))
+    for number in others:
         here = np.asarray(chosen == number)
         of_branch = run(branches[number], _filled(here, operands))
-        results = _where(here, of_branch, results or of_branch)
+        results = _where(here, of_branch, results)
     return results
 
 

@@ -56,7 +56,8 @@ class Underflow(NamedTuple):
 
     Attributes:
       lost: the share that is zero or subnormal at a loss scale of 1, of the numbers that
-        are at least 2**-40 of the largest in float32.
+        in float32 are above 2**-40 of the largest one of their parameter. What is 0 as
+        it cancelled does not count as lost.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two, as a loss scale, at which next to
         none of these numbers is below float16's normal ones.
@@ -130,7 +131,6 @@ def underflow(
     found = {}
     for group, parts in groups.items():
         sizes, lost, left = np.concatenate(parts, axis=1)
-        sizes = sizes[sizes > 0]
         count = max(sizes.size, 1)
         share_lost = float(lost.sum()) / count
         share_left = float(left.sum()) / count
@@ -140,18 +140,18 @@ def underflow(
 
 
 def _sizes_lost_left(at_1: Value, fitting: Value) -> np.ndarray:
-    """The sizes in float32 of a gradient's numbers, and which are lost and left so.
+    """The sizes in float32 of a gradient's numbers, and flags: which are lost, and left so.
 
-    Those that no scale keeps have a size of 0.
+    It is an array of three rows, without the numbers that no scale keeps.
     """
-    true = _sizes(at_1.pair.true)
-    may_be_kept = true > true.max(initial=0) * _REACH
+    sizes = _sizes(at_1.pair.true)
+    may_be_kept = sizes > sizes.max(initial=0) * _REACH
     # What is gone at a scale at which float16 holds it has cancelled.
     is_held = _sizes(fitting.pair.true) >= limits(np.float16)[1]
-    counts = may_be_kept & ~(_is_gone(fitting) & is_held)
-    lost = _is_gone(at_1) & counts
-    left = _is_gone(fitting) & counts
-    return np.stack([true * may_be_kept, lost, left])
+    has_cancelled = _is_gone(fitting) & is_held
+    lost = _is_gone(at_1) & ~has_cancelled
+    left = _is_gone(fitting) & ~is_held
+    return np.stack([sizes, lost, left])[:, may_be_kept]
 
 
 def _sizes(x: ArrayLike) -> np.ndarray:

@@ -7,6 +7,7 @@ knows the round in which it is.
 """
 
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -60,12 +61,13 @@ class Shadow:
         self._notes: list[Note] = []  # of the run, so far
         self._said = time.monotonic()
         *_, self._seed = program.takes
-        reads_seed = [self._seed in piece.reads for piece in program.pieces]
-        first = [*reads_seed, True].index(True)
-        self._pieces_from_seed = program.pieces[first:]
         self._gives = program.gives
+        before_seed = list(
+            itertools.takewhile(lambda x: self._seed not in x.reads, program.pieces)
+        )
+        self._pieces_from_seed = program.pieces[len(before_seed) :]
         env = self._given(program, map(self._argument, arguments), Around())
-        self._env_before_seed = self._after(program.pieces[:first], env, Around())
+        self._env_before_seed = self._after(before_seed, env, Around())
         self._notes_before_seed = tuple(self._notes)
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
