@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
-from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import FIFTH, SUMS, Note, all_before, limits
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
+from optax_lossscale._diagnosis.notes import SUMS, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import is_narrow_dtype
 
@@ -63,16 +63,17 @@ def cause_of(note: Note) -> Cause:
     if how not in _SENSITIVE:
         return Cause(how, fault)
     rounded = tuple(_rounded_before(fault))
-    lost = [one for one in rounded if one.lost > FIFTH]
+    lost = [one for one in rounded if one.lost > LARGE_SHARE]
     if how is How.AMPLIFIES and lost:
         return Cause(How.VANISHES, _first_lost(lost[0]))
     return Cause(how, fault, rounded)
 
 
 def cause_in_float32(note: Note) -> Cause:
-    """Why a result is not finite in float32: the equation that was so first.
+    """Why a result is not finite in float32: the first equation that gives such numbers.
 
-    If that computes in 16 bits all the same, as a kernel does, float32 is not known.
+    If that is a kernel, which computes in 16 bits all the same, what float32 would give
+    is not known.
     """
     while True:
         reads = _not_finite(note)
@@ -108,21 +109,24 @@ def _not_finite(note: Note) -> list[Note]:
 
 
 def _how(note: Note) -> tuple[How, Note]:
-    """What the equation at fault does, or one before it, which is then at fault."""
+    """What the equation at fault does to the numbers, and its note.
+
+    That is another equation than the one where the error shows, if an earlier one made
+    the numbers that this one only moves, divides by or looks up.
+    """
     if note.is_passed:
         return How.IS_A_KERNEL, note
     how = _how_not_finite(note) if note.bad else _how_off(note)
     if note.bad and how is How.VANISHES:
-        worst = max(note.reads, key=lambda read: read.lost)
-        note = _first_lost(worst)
-    note = _computed(note)
+        note = _first_lost(max(note.reads, key=lambda read: read.lost))
+    made = _computed(note)
     if how is How.OVERFLOWS:
-        return how, note
-    own = [note] if how is How.VANISHES else []
-    for one in (*own, *note.reads):
+        return how, made
+    may_saturate = [made, *made.reads] if how is How.VANISHES else made.reads
+    for one in may_saturate:
         if _saturates(one):
             return How.SATURATES, one
-    return how, note
+    return how, made
 
 
 def _how_not_finite(note: Note) -> How:
@@ -180,7 +184,7 @@ def _vanishes(note: Note, dtype: np.dtype) -> bool:
     # The mean of the absolute values is this or more.
     mean = note.typical / math.sqrt(note.count)
     is_too_small = 0 < note.typical < tiny
-    are_lost = note.lost > FIFTH and mean < _NOTHING * least
+    are_lost = note.lost > LARGE_SHARE and mean < _NOTHING * least
     return is_too_small or are_lost
 
 

@@ -69,8 +69,9 @@ def diagnose(
         other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or `loss_fn` is not a
-        function, or makes a `jax.Ref`.
+      TypeError: if `loss_fn` is not a function, returns no real floating-point scalar,
+        or makes a `jax.Ref`; if an argument is a traced array, as inside of `jit`, or a
+        `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -36,9 +36,9 @@ class Operation(NamedTuple):
     Attributes:
       primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
         `reduce_sum`.
-      operands: the dtypes of its operands that are floats, for a product of the two
-        that it multiplies. If what cannot be looked into has none, those of its
-        results.
+      operands: the dtypes of its operands that are floats; of a product, those of the
+        two arrays that it multiplies. An operation that cannot be looked into and reads
+        no floats has those of its results.
       before: the dtypes of the operands before they were converted to wider ones, in
         the function that computes with them or one that calls it.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
@@ -122,9 +122,9 @@ class DtypeReport(NamedTuple):
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """Says in which dtype a function computes, and which source lines made it so.
 
-    JAX, and Flax's modules without a `dtype`, promote to the widest one given: a single
-    float32 input is enough to have everything after it computed in float32, and only
-    the time it takes shows it. `autocast` avoids that. This report counts matrix
+    JAX, and Flax's modules without a `dtype`, promote to the widest dtype given: a
+    single float32 input is enough to have everything after it computed in float32, and
+    only the time it takes shows it. `autocast` avoids that. This report counts matrix
     products and convolutions, and their multiplications, by the dtype of their
     operands; and says where sums, exponentials, logarithms and powers are computed in
     16 bits, which have few digits and a small range.

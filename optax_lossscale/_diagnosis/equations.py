@@ -52,8 +52,8 @@ def equations(
 ) -> tuple[Equation, ...]:
     """All equations of an open jaxpr, each before those in the programs it holds.
 
-    One in a program that runs in several places is there once for each line that it is
-    shown at.
+    An equation of a program that runs in several places is there once for each line
+    that runs it.
 
     Args:
       jaxpr: the program.

@@ -49,8 +49,8 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Whatever is not an array is passed on to the loss function as it is. But JAX also
-    differentiates floats of Python, if there is nothing else to differentiate.
+    Whatever is not an array is passed on to the loss function as it is. But if no
+    parameter is an array, floats of Python are, as `jax.grad` also takes these.
     """
     if not any(map(is_traceable, jax.tree.leaves(params))):
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)

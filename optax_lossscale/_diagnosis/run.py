@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note, Place
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
 from optax_lossscale._diagnosis.program import program_of
 from optax_lossscale._diagnosis.scale import (
@@ -108,7 +108,7 @@ def _is_in_doubt(run: Run) -> bool:
         if note.error > TOLERANCE or not note.is_finite:
             return True
     for note in run.notes:
-        is_off_inside = note.off_share > FIFTH and not note.is_backward
+        is_off_inside = note.off_share > LARGE_SHARE and not note.is_backward
         if note.decided or is_off_inside:
             return True
     return False

@@ -33,7 +33,7 @@ class InitialScale(NamedTuple):
 
     Attributes:
       scale: the power of two to begin with.
-      largest: the largest power of two at which no gradient overflows.
+      largest: the largest power of two at which no gradient overflows, or 2**126.
     """
 
     scale: float
@@ -70,6 +70,8 @@ class Underflow(NamedTuple):
 
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
     """The exponent of the first scale with an overflow, and the note of what causes it.
+
+    If no scale up to 2**HIGHEST has one, that is HIGHEST + 1, and None.
 
     Args:
       notes: the notes of a run.
@@ -140,9 +142,9 @@ def underflow(
 
 
 def _sizes_lost_left(at_1: Value, fitting: Value) -> np.ndarray:
-    """The sizes in float32 of a gradient's numbers, and flags: which are lost, and left so.
+    """Rows for a gradient's numbers: their size in float32, and flags if lost, if left so.
 
-    It is an array of three rows, without the numbers that no scale keeps.
+    Those that no scale keeps are left out.
     """
     sizes = _sizes(at_1.pair.true)
     may_be_kept = sizes > sizes.max(initial=0) * _REACH

@@ -173,8 +173,8 @@ class Shadow:
     def _compute(self, piece: Piece, env: Env, around: Around) -> Env:
         """What a piece without loops leaves to others, by compiled code."""
         operands = [env[v].pair for v in piece.reads]
-        results, noted = self._compiled_for(piece, around.devices)(operands)
-        notes = self._noted(piece, noted, env, around)
+        results, compared = self._compiled_for(piece, around.devices)(operands)
+        notes = self._notes_after(piece, compared, env, around)
         self._say_at(piece)
         left = zip(piece.leaves, results, strict=True)
         return {v: Value(pair, notes[v]) for v, pair in left}
@@ -189,14 +189,14 @@ class Shadow:
             )
         return self._compiled[key]
 
-    def _noted(
-        self, piece: Piece, noted: Sequence[Compared], env: Env, around: Around
+    def _notes_after(
+        self, piece: Piece, compared: Sequence[Compared], env: Env, around: Around
     ) -> dict[Var, Note | None]:
-        """The notes of all values of a piece, of which those of its results are new.
+        """The notes of all values that a piece reads or makes.
 
         A result without a note of its own has that of the first operand.
         """
-        left = iter(noted)
+        left = iter(compared)
         notes = {v: env[v].note for v in piece.reads}
         for instruction in piece.instructions:
             eqn = instruction.eqn
