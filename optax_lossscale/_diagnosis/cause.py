@@ -160,8 +160,8 @@ def _how_off(note: Note) -> How:
 def _cancels(note: Note) -> bool:
     """Whether a result is a sum that is small beside its terms, and off by their rounding.
 
-    Where most terms are 0, as in a product with rows of zeros, the terms that count may
-    be smaller than they seem, and have vanished.
+    A sum of which most terms are 0 is small as well. It does not cancel: its error is
+    far below the rounding of large terms.
     """
     if not note.is_any(SUMS | Is.PRODUCT):
         return False
@@ -181,7 +181,7 @@ def _vanishes(note: Note, dtype: np.dtype) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(dtype)
     least = tiny * float(jnp.finfo(dtype).eps)
-    # The mean of the absolute values is this or more.
+    # The mean of the absolute values is at least this.
     mean = note.typical / math.sqrt(note.count)
     is_too_small = 0 < note.typical < tiny
     are_lost = note.lost > LARGE_SHARE and mean < _NOTHING * least

@@ -39,7 +39,7 @@ class Argument(NamedTuple):
     name: str  # its path among the parameters and arguments of the loss function
     array: Array
     is_parameter: bool = False  # whether the loss is differentiated by it
-    is_seed: bool = False  # whether it is that of the backward pass
+    is_seed: bool = False  # whether it is the seed of the backward pass
 
 
 class Around(NamedTuple):
