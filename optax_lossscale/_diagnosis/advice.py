@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.cause import How
+from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
@@ -127,18 +127,14 @@ _BACKWARD_SUM = (
 )
 _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
 _MADE_OF = " That is made of what is rounded at {between}."
-_REMEDIES = {
+_REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
-    How.CANCELS: _DIGITS,
     How.STAGNATES: f"{_SUM}cast to float32 first.",
     How.SATURATES: (
         "Compute {line} in float32: 16 bits round it to its limit, where its "
         "derivative is 0."
     ),
-    How.ROUNDS: _DIGITS,
-    How.AMPLIFIES: _DIGITS,
-    How.IS_UNDEFINED: _DIGITS,
     How.IS_A_KERNEL: (
         "Give {line} float32, or look into it: no one sees what it computes."
     ),

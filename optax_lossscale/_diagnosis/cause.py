@@ -41,7 +41,8 @@ class How(enum.StrEnum):
     ADDS_UP = "adds up"  # the error of many equations, none of which is at fault
 
 
-_SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
+SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
+"""What an equation does that would be right if its operands, or it, had more digits."""
 
 
 class Cause(NamedTuple):
@@ -60,7 +61,7 @@ def cause_of(note: Note) -> Cause:
     if fault is None:
         return Cause(How.ADDS_UP, note)
     how, fault = _how(fault)
-    if how not in _SENSITIVE:
+    if how not in SENSITIVE:
         return Cause(how, fault)
     rounded = tuple(_rounded_before(fault))
     lost = [one for one in rounded if one.lost > LARGE_SHARE]

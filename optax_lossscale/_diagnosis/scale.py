@@ -24,6 +24,7 @@ MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
 # An equation that enlarges numbers by more than this is at fault for their size.
 _ENLARGED = 2.0**10
+_SMALLEST = 2.0**-149  # the smallest number of float32
 # The smallest float16 relative to the largest: no scale keeps smaller gradients as well
 _REACH = 2.0**-40
 
@@ -104,7 +105,7 @@ def _made_large(note: Note) -> Note:
         if not reads or reads[0].is_argument:  # the seed
             return at
         before = max(reads, key=lambda read: read.largest)
-        jump = note.largest / max(before.largest, 1e-45)
+        jump = note.largest / max(before.largest, _SMALLEST)
         if jump > largest_jump:
             largest_jump = jump
             at = note

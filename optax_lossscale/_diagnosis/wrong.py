@@ -85,14 +85,14 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
                 off[name] = 0.0
         elif not note.is_finite:
             cause = _cause_of_infinity(runs, name, note)
-            wrong.append(_wrong(name, math.inf, cause, run))
+            wrong.append(_entry(name, math.inf, cause, run))
         elif _can_be_judged(runs, name, note):
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
             elif note.typical or cause.how not in _OF_DIFFERENCES:
                 off[name] = how_far
-                wrong.append(_wrong(name, how_far, cause, run))
+                wrong.append(_entry(name, how_far, cause, run))
     wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
     return off, wrong
 
@@ -113,7 +113,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
-            return [_wrong(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+            return [_entry(A_VALUE_INSIDE, note.error, cause_of(note), run)]
     spread = _spread(runs)
     least = limits(np.float16)[1] if np.float16 in dtypes else 0.0
     counts = {
@@ -124,11 +124,11 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     }
     for note in spread:
         if note in counts:
-            return [_wrong(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
+            return [_entry(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
     return []
 
 
-def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+def _entry(name: str, off: float, cause: Cause, run: Run) -> Wrong:
     """The entry of the report for a result that is wrong."""
     at = cause.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
