@@ -13,6 +13,7 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.placement import in_mesh_of
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import verdict_and_advice
 from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
@@ -96,6 +97,7 @@ def diagnose(
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
         IS_REPORTED(True),
+        in_mesh_of((params, args, kwargs)),
     ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
         is_wide = not gradient.narrow_dtypes

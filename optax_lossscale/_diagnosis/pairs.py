@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
@@ -101,18 +102,30 @@ def compute(
     piece: Piece, widths: Widths, ins: Sequence[Pair]
 ) -> tuple[list[Pair], list[Compared]]:
     """What a piece leaves to others, and what the host compares for its notes."""
-    env = dict(zip(piece.reads, ins, strict=True))
+    env = dict(zip(piece.reads, map(_placed, piece.reads, ins), strict=True))
     to_compare = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
         operands = [_read(v, env, widths) for v in eqn.invars]
-        pairs = _of_one(eqn, operands, widths)
-        results = dict(zip(eqn.outvars, pairs, strict=True))
-        to_compare += [results[v].compared() for v in instruction.noted.values()]
+        with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
+            pairs = _of_one(eqn, operands, widths)
+            results = dict(zip(eqn.outvars, pairs, strict=True))
+            to_compare += [results[v].compared() for v in instruction.noted.values()]
         for v, pair in results.items():
             # From here on, wider floats follow a choice.
             env[v] = pair if is_float(pair.low) else Pair(pair.low)
     return [env[v] for v in piece.leaves], to_compare
+
+
+def _placed(v: Var, pair: Pair) -> Pair:
+    """A pair whose arrays lie along explicit axes of a mesh as they did when traced.
+
+    The host may have had them since, and JAX refuses operands that lie differently.
+    """
+    sharding = getattr(v.aval, "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return pair
+    return jax.tree.map(lambda x: reshard(x, sharding), pair)
 
 
 def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
