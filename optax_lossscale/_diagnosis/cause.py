@@ -42,7 +42,7 @@ class How(enum.StrEnum):
 
 
 SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
-"""What an equation does that would be right if its operands, or it, had more digits."""
+"""What an equation does to numbers for want of digits, in it or in its operands."""
 
 
 class Cause(NamedTuple):
@@ -110,10 +110,10 @@ def _not_finite(note: Note) -> list[Note]:
 
 
 def _how(note: Note) -> tuple[How, Note]:
-    """What the equation at fault does to the numbers, and its note.
+    """What is wrong at the equation at fault, with the note of what makes it so.
 
-    That is another equation than the one where the error shows, if an earlier one made
-    the numbers that this one only moves, divides by or looks up.
+    That is an earlier equation if it made the numbers that this one only moves, lost
+    those that this one needs, or rounded them to a limit.
     """
     if note.is_passed:
         return How.IS_A_KERNEL, note

@@ -157,7 +157,7 @@ def _pieces(
 def _parts(
     instructions: Sequence[Instruction], limit: int
 ) -> Iterator[list[Instruction]]:
-    """The instructions of each piece; some are empty."""
+    """The instructions of each piece, of which some have none."""
     part: list[Instruction] = []
     for one in instructions:
         if one.programs:
