@@ -1,5 +1,6 @@
 """How an array lies on several devices: placed by the compiler, or by `shard_map`."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -32,3 +33,18 @@ def varying_axes(x: jax.Array) -> frozenset:
     # Newer versions of JAX have this in place of `vma`.
     axes = abstract.manual_axis_type
     return getattr(axes, "varying", axes) or frozenset()
+
+
+def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context with the mesh along whose explicit axes a tree's arrays lie.
+
+    Under this mesh, what was traced of these arrays runs on others as well. If there is
+    a mesh already, or no such array, the context changes nothing.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        for x in jax.tree.leaves(arrays):
+            mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+            is_mesh = isinstance(mesh, jax.sharding.Mesh)
+            if is_mesh and AxisType.Explicit in mesh.axis_types:
+                return jax.set_mesh(mesh)
+    return contextlib.nullcontext()

@@ -3,7 +3,7 @@
 `diagnose` traces the loss and its gradient as one program, and runs this program with
 every value in a *pair*: as the program computes it, and as it is in float32. For each
 result it makes a *note*, unless the numbers were only moved. The note says how far the
-two are apart, how large they are, and which notes the equation read. What a loop moves
+two are apart, how large they are, and which notes the operands have. What loops move
 has a note as well, which is in no table. From the notes follow the loss scale that fits,
 and, for a result that is off, the equation that is at fault. Where something is off,
 the program also runs in float32 beside float64, which tells what float32 determines,
@@ -16,7 +16,7 @@ Read the files in this order, which is from the parts to the whole:
 - `wide`, `program`, `pairs`: a program in pieces, and a piece computed in pairs.
 - `value`, `loops`, `devices`, `shadow`: a program run in pairs, and noted.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
-- `fault`, `cause`, `wrong`: which results are wrong, in which equation, and why.
+- `fault`, `cause`, `wrong`: the equation at fault, what it does, and what is wrong.
 - `table`, `choices`: a row for each equation, and what float32 decides otherwise.
 - `page`, `advice`, `picture`, `diagnose`: what is found, said and drawn.
 

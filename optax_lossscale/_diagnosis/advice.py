@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.cause import How
+from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, FIFTH, THE_LOSS
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
+from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.page import (
     Findings,
     has_wrong_result,
@@ -127,18 +127,14 @@ _BACKWARD_SUM = (
 )
 _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
 _MADE_OF = " That is made of what is rounded at {between}."
-_REMEDIES = {
+_REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
-    How.CANCELS: _DIGITS,
     How.STAGNATES: f"{_SUM}cast to float32 first.",
     How.SATURATES: (
         "Compute {line} in float32: 16 bits round it to its limit, where its "
         "derivative is 0."
     ),
-    How.ROUNDS: _DIGITS,
-    How.AMPLIFIES: _DIGITS,
-    How.IS_UNDEFINED: _DIGITS,
     How.IS_A_KERNEL: (
         "Give {line} float32, or look into it: no one sees what it computes."
     ),
@@ -192,21 +188,19 @@ def _about_choices(found: Findings) -> _Remarks:
     off = found.off_by_choices
     if has_wrong_result(found) or not off:
         return
+    worst = max(off, key=off.__getitem__)
+    many_differ = any(choice.decided > TOLERANCE for choice in found.choices)
     if THE_LOSS in off:
-        name = what = THE_LOSS
+        effect = f"the loss is off by {percent(off[THE_LOSS])}"
+    elif off[worst] > LARGE_SHARE or many_differ:
+        effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     else:
-        name = max(off, key=off.__getitem__)
-        what = f"the gradient of {name}"
-    are_many = any(choice.decided > TOLERANCE for choice in found.choices)
-    do_matter = name == THE_LOSS or off[name] > FIFTH or are_many
-    if do_matter:
-        lines = lines_of(found.choices)
-        yield (
-            f"Float32 chooses otherwise at {lines}, and so {what} is off by "
-            f"{percent(off[name])}.",
-            "Compute what is chosen from there in float32, unless either choice is as "
-            "good, as between numbers that are nearly equal.",
-        )
+        return
+    yield (
+        f"Float32 chooses otherwise at {lines_of(found.choices)}, and so {effect}.",
+        "Compute what is chosen from there in float32, unless either choice is as good, "
+        "as between numbers that are nearly equal.",
+    )
 
 
 def _about_products(found: Findings, widened: Sequence[Operation]) -> _Remarks:

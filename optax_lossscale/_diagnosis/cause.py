@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
-from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import FIFTH, SUMS, Note, all_before, limits
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
+from optax_lossscale._diagnosis.notes import SUMS, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import is_narrow_dtype
 
@@ -41,7 +41,8 @@ class How(enum.StrEnum):
     ADDS_UP = "adds up"  # the error of many equations, none of which is at fault
 
 
-_SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
+SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
+"""What an equation does to numbers for want of digits, in it or in its operands."""
 
 
 class Cause(NamedTuple):
@@ -60,19 +61,20 @@ def cause_of(note: Note) -> Cause:
     if fault is None:
         return Cause(How.ADDS_UP, note)
     how, fault = _how(fault)
-    if how not in _SENSITIVE:
+    if how not in SENSITIVE:
         return Cause(how, fault)
     rounded = tuple(_rounded_before(fault))
-    lost = [one for one in rounded if one.lost > FIFTH]
+    lost = [one for one in rounded if one.lost > LARGE_SHARE]
     if how is How.AMPLIFIES and lost:
         return Cause(How.VANISHES, _first_lost(lost[0]))
     return Cause(how, fault, rounded)
 
 
 def cause_in_float32(note: Note) -> Cause:
-    """Why a result is not finite in float32: the equation that was so first.
+    """Why a result is not finite in float32: the first equation that gives such numbers.
 
-    If that computes in 16 bits all the same, as a kernel does, float32 is not known.
+    If that is a kernel, which computes in 16 bits all the same, what float32 would give
+    is not known.
     """
     while True:
         reads = _not_finite(note)
@@ -108,21 +110,24 @@ def _not_finite(note: Note) -> list[Note]:
 
 
 def _how(note: Note) -> tuple[How, Note]:
-    """What the equation at fault does, or one before it, which is then at fault."""
+    """What is wrong at the equation at fault, with the note of what makes it so.
+
+    That is an earlier equation if it made the numbers that this one only moves, lost
+    those that this one needs, or rounded them to a limit.
+    """
     if note.is_passed:
         return How.IS_A_KERNEL, note
     how = _how_not_finite(note) if note.bad else _how_off(note)
     if note.bad and how is How.VANISHES:
-        worst = max(note.reads, key=lambda read: read.lost)
-        note = _first_lost(worst)
-    note = _computed(note)
+        note = _first_lost(max(note.reads, key=lambda read: read.lost))
+    made = _computed(note)
     if how is How.OVERFLOWS:
-        return how, note
-    own = [note] if how is How.VANISHES else []
-    for one in (*own, *note.reads):
+        return how, made
+    may_saturate = [made, *made.reads] if how is How.VANISHES else made.reads
+    for one in may_saturate:
         if _saturates(one):
             return How.SATURATES, one
-    return how, note
+    return how, made
 
 
 def _how_not_finite(note: Note) -> How:
@@ -156,8 +161,8 @@ def _how_off(note: Note) -> How:
 def _cancels(note: Note) -> bool:
     """Whether a result is a sum that is small beside its terms, and off by their rounding.
 
-    Where most terms are 0, as in a product with rows of zeros, the terms that count may
-    be smaller than they seem, and have vanished.
+    A sum of which most terms are 0 is small as well. It does not cancel: its error is
+    far below the rounding of large terms.
     """
     if not note.is_any(SUMS | Is.PRODUCT):
         return False
@@ -177,10 +182,10 @@ def _vanishes(note: Note, dtype: np.dtype) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(dtype)
     least = tiny * float(jnp.finfo(dtype).eps)
-    # The mean of the absolute values is this or more.
+    # The mean of the absolute values is at least this.
     mean = note.typical / math.sqrt(note.count)
     is_too_small = 0 < note.typical < tiny
-    are_lost = note.lost > FIFTH and mean < _NOTHING * least
+    are_lost = note.lost > LARGE_SHARE and mean < _NOTHING * least
     return is_too_small or are_lost
 
 

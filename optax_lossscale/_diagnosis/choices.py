@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping
 
 import numpy as np
 
-from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs
 from optax_lossscale._diagnosis.table import rounds_of
@@ -41,15 +41,15 @@ def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
     """The choices that float32 would have made otherwise, each in its worst round.
 
-    Those that differ most come first. Unless the loss is off by them, or a gradient by
-    a fifth, these are masks that differ in a fifth, and others that differ in more than
-    a few numbers. There are none if the loss is not finite, as a comparison with NaN
-    means nothing.
+    Those that differ most come first. All of them count if the loss is off by choices,
+    or a gradient by more than a fifth. Otherwise, a mask counts if more than a fifth of
+    it differs, and any other choice if more than 1% of it does. None does if the loss
+    is not finite, as a comparison with NaN means nothing.
     """
     if not np.isfinite(run.loss.pair.low):
         return []
     most = max(off_by_choices.values(), default=0.0)
-    do_matter = THE_LOSS in off_by_choices or most > FIFTH
+    do_matter = THE_LOSS in off_by_choices or most > LARGE_SHARE
     choices = []
     for rounds in rounds_of(run.notes):
         note = max(rounds, key=lambda note: note.decided)
@@ -62,4 +62,4 @@ def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
 def _tolerated(choice: Note) -> float:
     """The share of a choice that may differ, as it changes no result by much."""
     is_mask = choice.dtype == np.bool_ and choice.count > 1
-    return FIFTH if is_mask else _FEW
+    return LARGE_SHARE if is_mask else _FEW

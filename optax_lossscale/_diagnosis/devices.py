@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
+from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.versions import mapped_axes
@@ -27,7 +28,7 @@ class _Map(NamedTuple):
 
     def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
         """A function of one device's arrays, as one of arrays over all of its devices."""
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             axis_names=set(self.axes),
@@ -35,6 +36,11 @@ class _Map(NamedTuple):
             out_specs=out_specs,
             check_vma=False,
         )
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if any(types[axis] != AxisType.Explicit for axis in self.axes):
+            return mapped
+        # Along explicit axes, arrays have to lie as `in_specs` says beforehand.
+        return lambda *args: mapped(*reshard(args, in_specs))
 
     def stacked(self, function: Callable) -> Callable:
         """A function of one device's arrays, as one of the stacked arrays of all."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.placement import in_mesh_of
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import verdict_and_advice
 from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
@@ -69,8 +70,9 @@ def diagnose(
         other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or `loss_fn` is not a
-        function, or makes a `jax.Ref`.
+      TypeError: if `loss_fn` is not a function, returns no real floating-point scalar,
+        or makes a `jax.Ref`; if an argument is a traced array, as inside of `jit`, or a
+        `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,6 +97,7 @@ def diagnose(
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
         IS_REPORTED(True),
+        in_mesh_of((params, args, kwargs)),
     ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
         is_wide = not gradient.narrow_dtypes
@@ -145,7 +148,7 @@ def _findings(
         is_finite_without=runs.at_1.is_finite,
         off_without=_off_without(runs, off),
         underflow=_underflow(gradient, runs, off),
-        not_compared=runs.passed,
+        not_compared=runs.not_compared,
         table=table_of(run.notes),
     )
 

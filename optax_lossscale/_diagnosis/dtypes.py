@@ -36,9 +36,9 @@ class Operation(NamedTuple):
     Attributes:
       primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
         `reduce_sum`.
-      operands: the dtypes of its operands that are floats, for a product of the two
-        that it multiplies. If what cannot be looked into has none, those of its
-        results.
+      operands: the dtypes of its operands that are floats; of a product, those of the
+        two arrays that it multiplies. An operation that cannot be looked into and reads
+        no floats has those of its results.
       before: the dtypes of the operands before they were converted to wider ones, in
         the function that computes with them or one that calls it.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
@@ -122,9 +122,9 @@ class DtypeReport(NamedTuple):
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """Says in which dtype a function computes, and which source lines made it so.
 
-    JAX, and Flax's modules without a `dtype`, promote to the widest one given: a single
-    float32 input is enough to have everything after it computed in float32, and only
-    the time it takes shows it. `autocast` avoids that. This report counts matrix
+    JAX, and Flax's modules without a `dtype`, promote to the widest dtype given: a
+    single float32 input is enough to have everything after it computed in float32, and
+    only the time it takes shows it. `autocast` avoids that. This report counts matrix
     products and convolutions, and their multiplications, by the dtype of their
     operands; and says where sums, exponentials, logarithms and powers are computed in
     16 bits, which have few digits and a small range.
@@ -169,16 +169,16 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
     narrow = []
     opaque = []
     usual = usual_product().params["precision"]
-    for at in equations(jaxpr):
-        eqn = at.eqn
+    for equation in equations(jaxpr):
+        eqn = equation.eqn
         floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
         if is_product(eqn):
-            products.append(_product(at, usual))
-        elif Is.OPAQUE in traits(eqn) or at.name not in TABLE:
+            products.append(_product(equation, usual))
+        elif Is.OPAQUE in traits(eqn) or equation.name not in TABLE:
             if floats or any(map(is_float, eqn.outvars)):
-                opaque.append(_opaque(at, floats))
+                opaque.append(_opaque(equation, floats))
         elif floats and (terms_of(eqn) > 1 or Is.EXPONENTIAL in traits(eqn)):
-            one = _operation(at, floats)
+            one = _operation(equation, floats)
             if one.dtype.itemsize <= 2:
                 narrow.append(one)
     return DtypeReport(_alike(products), _alike(narrow), _alike(opaque))
@@ -192,39 +192,39 @@ def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
     return aligned([_row(one, total) for one in largest])
 
 
-def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
+def _operation(equation: Equation, numbers: Sequence[int]) -> Operation:
     """An `Operation` for an equation, with its operands at some positions."""
     return Operation(
-        primitive=at.name,
-        operands=tuple(dtype_in(at.eqn.invars[n]) for n in numbers),
-        before=tuple(at.unwidened[n] for n in numbers),
-        source=at.source,
-        count=at.count,
-        terms=terms_of(at.eqn),
+        primitive=equation.name,
+        operands=tuple(dtype_in(equation.eqn.invars[n]) for n in numbers),
+        before=tuple(equation.unwidened[n] for n in numbers),
+        source=equation.source,
+        count=equation.count,
+        terms=terms_of(equation.eqn),
     )
 
 
-def _product(at: Equation, usual: Any) -> Operation:
+def _product(equation: Equation, usual: Any) -> Operation:
     """An `Operation` for a product, which multiplies its first two operands.
 
     Args:
-      at: the equation.
+      equation: the equation.
       usual: the precision of a product that asks for none.
     """
-    eqn = at.eqn
+    eqn = equation.eqn
     asks = asks_for_precision(eqn) and eqn.params["precision"] != usual
-    return _operation(at, range(2))._replace(
-        multiplications=at.runs * results_of(eqn) * terms_of(eqn),
+    return _operation(equation, range(2))._replace(
+        multiplications=equation.runs * results_of(eqn) * terms_of(eqn),
         by_choice=asks or is_of_optax(eqn),
     )
 
 
-def _opaque(at: Equation, floats: Sequence[int]) -> Operation:
+def _opaque(equation: Equation, floats: Sequence[int]) -> Operation:
     """An `Operation` for what cannot be looked into, by the floats it reads or gives."""
     if floats:
-        return _operation(at, floats)
-    results = tuple(dtype_in(v) for v in at.eqn.outvars if is_float(v))
-    return Operation(at.name, results, results, at.source, at.count)
+        return _operation(equation, floats)
+    results = tuple(dtype_in(v) for v in equation.eqn.outvars if is_float(v))
+    return Operation(equation.name, results, results, equation.source, equation.count)
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:

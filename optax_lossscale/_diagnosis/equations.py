@@ -52,8 +52,8 @@ def equations(
 ) -> tuple[Equation, ...]:
     """All equations of an open jaxpr, each before those in the programs it holds.
 
-    One in a program that runs in several places is there once for each line that it is
-    shown at.
+    An equation of a program that runs in several places is there once for each line
+    that runs it.
 
     Args:
       jaxpr: the program.
@@ -72,25 +72,25 @@ def equations(
     return _counted(found)
 
 
-def _inside(at: Equation) -> Iterator[Equation]:
+def _inside(equation: Equation) -> Iterator[Equation]:
     """Those in the programs that an equation holds."""
-    given = at.unwidened if Is.CALLS in traits(at.eqn) else ()
-    times = _times(at.eqn)
-    for program in programs_in(at.eqn):
-        for inner in equations(open_jaxpr(program), at.source, given):
+    given = equation.unwidened if Is.CALLS in traits(equation.eqn) else ()
+    times = _times(equation.eqn)
+    for program in programs_in(equation.eqn):
+        for inner in equations(open_jaxpr(program), equation.source, given):
             yield inner._replace(runs=inner.runs * times)
 
 
 def _counted(found: Iterable[Equation]) -> tuple[Equation, ...]:
     """Each equation once for each line, with its counts in all places added up."""
     counted: dict[tuple[int, str], Equation] = {}
-    for at in found:
-        place = (id(at.eqn), at.source)
+    for equation in found:
+        place = (id(equation.eqn), equation.source)
         if place in counted:
             earlier = counted[place]
-            count = earlier.count + at.count
-            at = at._replace(count=count, runs=earlier.runs + at.runs)
-        counted[place] = at
+            count = earlier.count + equation.count
+            equation = equation._replace(count=count, runs=earlier.runs + equation.runs)
+        counted[place] = equation
     return tuple(counted.values())
 
 

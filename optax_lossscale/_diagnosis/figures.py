@@ -9,6 +9,9 @@ from jax.typing import ArrayLike
 TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to those, and still be right."""
 
+LARGE_SHARE = 0.2
+"""The share of an array's numbers that may be off or lost, or chosen otherwise."""
+
 # Of the mean size: smaller numbers are off relative to this and not to themselves, so
 # that those near 0 do not count much.
 _LEAST = 0.25
@@ -30,7 +33,7 @@ class Figures:
       nan: whether a number is NaN where float32's is finite.
       is_finite: whether float32's result is finite.
       nan_true: whether a number of float32's is NaN.
-      lost: of the numbers that are not zero in float32, the share that is zero.
+      lost: the share that is zero, of the numbers that are not zero in float32.
       at_limit: whether a number is 1 or -1, and float32's is between these.
       decided: of indices and conditions, the share that float32 decides otherwise.
       largest: the largest finite absolute value, of the program or in float32, where

@@ -6,6 +6,7 @@ results are the loss, the gradient of each parameter, scaled, and the floats tha
 loss function returns beside the loss, such as batch statistics.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -49,40 +50,39 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Whatever is not an array is passed on to the loss function as it is. But JAX also
-    differentiates floats of Python, if there is nothing else to differentiate.
+    Whatever is not an array is passed on to the loss function as it is. But if no
+    parameter is an array, floats of Python are, as `jax.grad` also takes these.
     """
     if not any(map(is_traceable, jax.tree.leaves(params))):
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     arguments = _arguments(everything)
-    arrays = [one.array for one in arguments]
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+    positions = [n for n, one in enumerate(arguments) if one.is_parameter]
+    given = [one.array for one in arguments]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         raise TypeError(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
 
-    def gradient(arrays, seed):
-        def loss_of_parameters(differentiated):
-            given = dict(enumerate(arrays)) | differentiated
-            params, args, kwargs = _with_arrays(everything, given.values())
-            loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
-            return at_least_float32(loss), (loss, aux)
+    def wide_loss(parameters, arrays):
+        inputs = dict(enumerate(arrays)) | parameters
+        params, args, kwargs = _with_arrays(everything, inputs.values())
+        loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
+        return at_least_float32(loss), (loss, aux)
 
-        parameters = [n for n, one in enumerate(arguments) if one.is_parameter]
-        differentiated = {n: arrays[n] for n in parameters}
-        wide, pull, others = jax.vjp(loss_of_parameters, differentiated, has_aux=True)
-        loss, aux = others
+    def gradient(arrays, seed):
+        parameters = {n: arrays[n] for n in positions}
+        of_parameters = functools.partial(wide_loss, arrays=arrays)
+        wide, pull, (loss, aux) = jax.vjp(of_parameters, parameters, has_aux=True)
         return loss, pull(seed.astype(wide.dtype)), aux
 
-    closed = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
+    closed = jax.make_jaxpr(gradient)(given, jnp.float32(1))
     _refuse_refs(closed.jaxpr)
-    on_host = [jax.device_get(jnp.asarray(x)) for x in arrays]
+    on_host = [
+        one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
+    ]
     return Gradient(
-        closed,
-        _forward(closed.jaxpr),
-        [one._replace(array=x) for one, x in zip(arguments, on_host, strict=True)],
-        _narrow_dtypes(closed.jaxpr),
+        closed, _forward(closed.jaxpr), on_host, _narrow_dtypes(closed.jaxpr)
     )
 
 
@@ -149,17 +149,17 @@ def _told_apart(arguments: list[Argument]) -> list[Argument]:
 
 def _refuse_refs(jaxpr: Jaxpr) -> None:
     """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
-    for at in equations(jaxpr):
-        if any(map(is_ref, at.eqn.outvars)):
+    for equation in equations(jaxpr):
+        if any(map(is_ref, equation.eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
-                f"at {at.source}: give it a loss function that passes values on"
+                f"at {equation.source}: give it a loss function that passes values on"
             )
 
 
 def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
     """The dtypes of 16 bits and fewer that results in a program have."""
     dtypes: dict[np.dtype, None] = {}
-    for at in equations(jaxpr):
-        dtypes.update(dict.fromkeys(dtypes_in(at.eqn.outvars)))
+    for equation in equations(jaxpr):
+        dtypes.update(dict.fromkeys(dtypes_in(equation.eqn.outvars)))
     return tuple(filter(is_narrow_dtype, dtypes))

@@ -80,11 +80,12 @@ def cond(
     branches = instruction.programs
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(branches) - 1)
-    results: list[Value] = []
-    for number in np.unique(chosen):
+    first, *others = np.unique(chosen)
+    results = run(branches[first], _filled(np.asarray(chosen == first), operands))
+    for number in others:
         here = np.asarray(chosen == number)
         of_branch = run(branches[number], _filled(here, operands))
-        results = _where(here, of_branch, results or of_branch)
+        results = _where(here, of_branch, results)
     return results
 
 
@@ -98,7 +99,7 @@ def _filled(counts: np.ndarray, values: Sequence[Value]) -> list[Value]:
         return list(values)
 
     def filled(x):
-        first = x[counts][0]
+        first = _on_host(x)[counts][0]
         return _chosen(counts, x, first)
 
     return [value.each(filled) for value in values]
@@ -121,7 +122,7 @@ def _where(
 def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
     """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
     further_axes = tuple(range(which.ndim, np.ndim(x)))
-    return jnp.where(np.expand_dims(which, further_axes), x, y)
+    return jnp.where(np.expand_dims(which, further_axes), _on_host(x), _on_host(y))
 
 
 # --- stacks of what each round reads or makes ---
@@ -129,7 +130,7 @@ def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
 
 def _rows(stack: Value, length: int, axis: int) -> list[Value]:
     """The row of each round in a stack, with a note of its own."""
-    whole = stack.each(lambda x: x if _is_key(x) else np.asarray(x)).pair
+    whole = stack.each(_on_host).pair
     rows = []
     for n in range(length):
         at = (*[slice(None)] * axis, n)
@@ -151,6 +152,11 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
     pairs = [row.pair for row in rows]
     stacked = noted_alone(jax.tree.map(stack, *pairs), rows)
     return stacked._replace(parts=[row.note for row in rows])
+
+
+def _on_host(x: Array) -> Array:
+    """An array in NumPy, however it is placed on devices, unless it holds random keys."""
+    return x if _is_key(x) else np.asarray(x)
 
 
 def _is_key(x: Array) -> bool:

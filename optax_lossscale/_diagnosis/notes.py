@@ -27,9 +27,6 @@ ALL = "all"
 A_VALUE_INSIDE = "a value inside"
 """What they call a value that is neither the loss nor a gradient."""
 
-FIFTH = 0.2
-"""The share of an array's numbers that may be off or lost."""
-
 SUMS = Is.ADDS_TWO | Is.ADDS_MANY
 """The traits of an operation that adds."""
 
@@ -38,8 +35,8 @@ SUMS = Is.ADDS_TWO | Is.ADDS_MANY
 class Place:
     """Where values come from: an argument of the program, an equation, or a loop.
 
-    A loop takes apart or joins what an equation has computed; its place is that of the
-    equation without the `primitive`.
+    What a loop takes apart or joins has the place of the equation that computed it, but
+    without the `primitive`.
     """
 
     name: str = ""  # the path of an argument
@@ -50,11 +47,11 @@ class Place:
     scope: str = ""
     # Whether it is in a backward pass: that of the loss function, or one inside of it
     is_derivative: bool = False
-    terms: int = 1  # how many terms each number of a product or sum has
+    terms: int = 1  # how many terms make each number of a product or sum
 
     @property
     def moved(self) -> "Place":
-        """The place of what a loop takes apart or joins; an argument stays one."""
+        """The place of what a loop takes apart or joins, if this is where it was made."""
         return dataclasses.replace(self, primitive="")
 
 

@@ -67,11 +67,11 @@ class Diagnosis(Findings):
       loss_scale: the one in the optimizer's state. It is None if no state was given, or
         one without a loss scale.
       wrong: the loss and gradients that are off by more than 5%, and why, the loss first
-        and then the worst gradient. If there are none, the first value inside of which
-        a fifth is.
-      off: how far the loss and each gradient are from float32's, relative to it. Those
-        are left out that float32 does not determine, as float64 shows, such as the
-        gradient of a bias before a normalization.
+        and then the worst gradient. If there are none, the first value inside that has
+        a fifth of its numbers off by so much.
+      off: how far the loss and each gradient are from float32's, relative to those. What
+        float32 does not determine, as float64 shows, is left out, such as the gradient
+        of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. In
         all other fields, float32 makes the choices of the program.
@@ -82,13 +82,13 @@ class Diagnosis(Findings):
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
-      off_without: how far gradients are off without a loss scale, where by more than 5%,
-        of those that are right at `scale`.
+      off_without: how far gradients are off without a loss scale: those that are off by
+        more than 5%, and are right at `scale`.
       underflow: how many gradients underflow, by the path of parameters without its
-        numbers. All of them come first, then the worst. Those that lose next to nothing
-        are left out.
-      not_compared: operations that could not be run with operands in float32, such as
-        kernels, each with its line.
+        numbers. The group "all" comes first, and then the one that loses most. Groups
+        that lose 1% or less are left out.
+      not_compared: operations that run in 16 bits only, such as kernels, each with its
+        line.
       table: a row for each result that is computed.
     """
 

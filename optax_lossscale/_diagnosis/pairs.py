@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
@@ -37,19 +38,22 @@ _QUICKLY = {
 
 
 class Widths(NamedTuple):
-    """In which floats the two arrays of a pair are computed, unless theirs are wider."""
+    """The floats that the two arrays of a pair are computed in.
 
-    low: np.dtype | None  # None for those of the program
+    Where the program's own are wider, they are kept.
+    """
+
+    low: np.dtype | None  # None for the program's own
     true: np.dtype
 
 
 AS_WRITTEN = Widths(None, FLOAT32)
-"""The program beside float32, which follows its choices, such as indices."""
+"""The program as it is. Beside it float32 follows its choices, such as indices."""
 
 IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
-"""The program in float32, by choices of its own, beside float64, which follows them.
+"""The program in float32, which makes its own choices. Beside it float64 follows these.
 
-These pairs are computed with `jax.enable_x64`.
+Run it with `jax.enable_x64`.
 """
 
 
@@ -57,7 +61,7 @@ class Pair(NamedTuple):
     """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
 
     low: Array
-    true: Any = None  # an array; None of integers and booleans, which follow `low`
+    true: Any = None  # an array; None for integers and booleans, which follow `low`
 
     @property
     def followed(self) -> Array:
@@ -97,18 +101,31 @@ def exact(x: Array, widths: Widths) -> Pair:
 def compute(
     piece: Piece, widths: Widths, ins: Sequence[Pair]
 ) -> tuple[list[Pair], list[Compared]]:
-    """What a piece leaves to others, and each result that is noted, to be compared."""
-    env = dict(zip(piece.reads, ins, strict=True))
-    noted = []
+    """What a piece leaves to others, and what the host compares for its notes."""
+    env = dict(zip(piece.reads, map(_placed, piece.reads, ins), strict=True))
+    to_compare = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
         operands = [_read(v, env, widths) for v in eqn.invars]
-        pairs = _of_one(eqn, operands, widths)
-        results = dict(zip(eqn.outvars, pairs, strict=True))
-        noted += [results[v].compared() for v in instruction.noted.values()]
+        with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
+            pairs = _of_one(eqn, operands, widths)
+            results = dict(zip(eqn.outvars, pairs, strict=True))
+            to_compare += [results[v].compared() for v in instruction.noted.values()]
         for v, pair in results.items():
+            # From here on, wider floats follow a choice.
             env[v] = pair if is_float(pair.low) else Pair(pair.low)
-    return [env[v] for v in piece.leaves], noted
+    return [env[v] for v in piece.leaves], to_compare
+
+
+def _placed(v: Var, pair: Pair) -> Pair:
+    """A pair whose arrays lie along explicit axes of a mesh as they did when traced.
+
+    The host may have had them since, and JAX refuses operands that lie differently.
+    """
+    sharding = getattr(v.aval, "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return pair
+    return jax.tree.map(lambda x: reshard(x, sharding), pair)
 
 
 def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:

@@ -139,7 +139,8 @@ def _pieces(
     """Divides instructions into pieces, with what each reads and leaves to the next."""
     pieces = []
     needed = set(variables(gives))
-    for part in reversed(list(_parts(instructions, limit))):
+    parts = filter(None, _parts(instructions, limit))
+    for part in reversed(list(parts)):
         made: dict[Var, None] = {}
         read: dict[Var, None] = {}
         for one in part:
@@ -156,20 +157,20 @@ def _pieces(
 def _parts(
     instructions: Sequence[Instruction], limit: int
 ) -> Iterator[list[Instruction]]:
-    """The instructions of each piece."""
+    """The instructions of each piece, of which some have none."""
     part: list[Instruction] = []
     for one in instructions:
-        if one.programs and part:
+        if one.programs:
             yield part
+            yield [one]
             part = []
+            continue
         part.append(one)
         is_product = Is.PRODUCT in traits(one.eqn)
-        is_full = is_product and _numbers(part) > limit
-        if one.programs or is_full:
+        if is_product and _numbers(part) > limit:
             yield part
             part = []
-    if part:
-        yield part
+    yield part
 
 
 def _numbers(instructions: Sequence[Instruction]) -> int:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note, Place
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
 from optax_lossscale._diagnosis.program import program_of
 from optax_lossscale._diagnosis.scale import (
@@ -65,7 +65,7 @@ class Fit(NamedTuple):
     run: Run  # the run at 1, if none fits
     # None if the loss or float32's results are not finite, or gradients at no scale
     scale: InitialScale | None = None
-    overflow: Note | None = None  # the cause of the first one above the largest scale
+    overflow: Note | None = None  # what overflows first above the largest scale
 
 
 class Runs(NamedTuple):
@@ -83,7 +83,7 @@ class Runs(NamedTuple):
         return self.fit.run
 
     @property
-    def passed(self) -> tuple[tuple[str, str], ...]:
+    def not_compared(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
         passed = [note for note in self.at_1.notes if note.is_passed]
         return tuple(dict.fromkeys((one.primitive, one.source) for one in passed))
@@ -108,7 +108,7 @@ def _is_in_doubt(run: Run) -> bool:
         if note.error > TOLERANCE or not note.is_finite:
             return True
     for note in run.notes:
-        is_off_inside = note.off_share > FIFTH and not note.is_backward
+        is_off_inside = note.off_share > LARGE_SHARE and not note.is_backward
         if note.decided or is_off_inside:
             return True
     return False
@@ -119,20 +119,18 @@ def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     if not at_1.is_finite_in_float32 or not np.isfinite(at_1.loss.pair.low):
         return Fit(at_1)
     first, overflow = first_overflow(at_1.notes, at_1.scale)
-    scale = None
-    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
-        # A scale of 1 fits if no other does.
-        if at_1.is_finite:
-            scale = _initial_scale(0, 0)
-        exponent = min(first - 1, HIGHEST) - MARGIN
-        return _confirmed(shadow, gradient, Fit(at_1, scale, overflow), exponent)
-    if at_1.is_finite:
-        scale = _initial_scale(first - 1 - MARGIN, first - 1)
-    return Fit(at_1, scale, overflow)
+    largest = first - 1
+    exponent = largest - MARGIN
+    backward = [note for note in at_1.notes if note.is_backward]
+    is_scaled = any(note.dtype == np.float16 for note in backward)
+    # A scale of 1 fits unless a run confirms another.
+    scale = _initial_scale(0, 0) if is_scaled else _initial_scale(exponent, largest)
+    fit = Fit(at_1, scale if at_1.is_finite else None, overflow)
+    return _confirmed(shadow, gradient, fit, exponent) if is_scaled else fit
 
 
 def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
-    """The fit that a run at it confirms, or `fit` if there is none.
+    """The fit that a run at its scale confirms, or `fit` if none does.
 
     2**exponent fits if the backward pass is linear in the scale. If it is not, the next
     try is at the scale that the magnitudes of this run suggest.
@@ -166,5 +164,6 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
     (loss, *others), notes = shadow(seed)
     names = [one.name for one in gradient.arguments if one.is_parameter]
-    grads = dict(zip(names, others, strict=False))
-    return Run(scale, loss, grads, others[len(names) :], notes)
+    grads = others[: len(names)]
+    aux = others[len(names) :]
+    return Run(scale, loss, dict(zip(names, grads, strict=True)), aux, notes)

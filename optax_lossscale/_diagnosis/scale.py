@@ -24,6 +24,7 @@ MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
 # An equation that enlarges numbers by more than this is at fault for their size.
 _ENLARGED = 2.0**10
+_SMALLEST = 2.0**-149  # the smallest number of float32
 # The smallest float16 relative to the largest: no scale keeps smaller gradients as well
 _REACH = 2.0**-40
 
@@ -33,7 +34,7 @@ class InitialScale(NamedTuple):
 
     Attributes:
       scale: the power of two to begin with.
-      largest: the largest power of two at which no gradient overflows.
+      largest: the largest power of two at which no gradient overflows, or 2**126.
     """
 
     scale: float
@@ -56,7 +57,8 @@ class Underflow(NamedTuple):
 
     Attributes:
       lost: the share that is zero or subnormal at a loss scale of 1, of the numbers that
-        are at least 2**-40 of the largest in float32.
+        in float32 are above 2**-40 of the largest one of their parameter. What is 0 as
+        it cancelled does not count as lost.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two, as a loss scale, at which next to
         none of these numbers is below float16's normal ones.
@@ -69,6 +71,8 @@ class Underflow(NamedTuple):
 
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
     """The exponent of the first scale with an overflow, and the note of what causes it.
+
+    If no scale up to 2**HIGHEST has one, that is HIGHEST + 1, and None.
 
     Args:
       notes: the notes of a run.
@@ -101,7 +105,7 @@ def _made_large(note: Note) -> Note:
         if not reads or reads[0].is_argument:  # the seed
             return at
         before = max(reads, key=lambda read: read.largest)
-        jump = note.largest / max(before.largest, 1e-45)
+        jump = note.largest / max(before.largest, _SMALLEST)
         if jump > largest_jump:
             largest_jump = jump
             at = note
@@ -130,7 +134,6 @@ def underflow(
     found = {}
     for group, parts in groups.items():
         sizes, lost, left = np.concatenate(parts, axis=1)
-        sizes = sizes[sizes > 0]
         count = max(sizes.size, 1)
         share_lost = float(lost.sum()) / count
         share_left = float(left.sum()) / count
@@ -140,18 +143,18 @@ def underflow(
 
 
 def _sizes_lost_left(at_1: Value, fitting: Value) -> np.ndarray:
-    """The sizes in float32 of a gradient's numbers, and which are lost and left so.
+    """Rows for a gradient's numbers: their size in float32, and flags if lost, if left so.
 
-    Those that no scale keeps have a size of 0.
+    Those that no scale keeps are left out.
     """
-    true = _sizes(at_1.pair.true)
-    may_be_kept = true > true.max(initial=0) * _REACH
+    sizes = _sizes(at_1.pair.true)
+    may_be_kept = sizes > sizes.max(initial=0) * _REACH
     # What is gone at a scale at which float16 holds it has cancelled.
     is_held = _sizes(fitting.pair.true) >= limits(np.float16)[1]
-    counts = may_be_kept & ~(_is_gone(fitting) & is_held)
-    lost = _is_gone(at_1) & counts
-    left = _is_gone(fitting) & counts
-    return np.stack([true * may_be_kept, lost, left])
+    has_cancelled = _is_gone(fitting) & is_held
+    lost = _is_gone(at_1) & ~has_cancelled
+    left = _is_gone(fitting) & ~is_held
+    return np.stack([sizes, lost, left])[:, may_be_kept]
 
 
 def _sizes(x: ArrayLike) -> np.ndarray:

@@ -7,6 +7,7 @@ knows the round in which it is.
 """
 
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -38,7 +39,7 @@ class Argument(NamedTuple):
     name: str  # its path among the parameters and arguments of the loss function
     array: Array
     is_parameter: bool = False  # whether the loss is differentiated by it
-    is_seed: bool = False  # whether it is that of the backward pass
+    is_seed: bool = False  # whether it is the seed of the backward pass
 
 
 class Around(NamedTuple):
@@ -60,12 +61,13 @@ class Shadow:
         self._notes: list[Note] = []  # of the run, so far
         self._said = time.monotonic()
         *_, self._seed = program.takes
-        reads_seed = [self._seed in piece.reads for piece in program.pieces]
-        first = [*reads_seed, True].index(True)
-        self._pieces_from_seed = program.pieces[first:]
         self._gives = program.gives
+        before_seed = list(
+            itertools.takewhile(lambda x: self._seed not in x.reads, program.pieces)
+        )
+        self._pieces_from_seed = program.pieces[len(before_seed) :]
         env = self._given(program, map(self._argument, arguments), Around())
-        self._env_before_seed = self._after(program.pieces[:first], env, Around())
+        self._env_before_seed = self._after(before_seed, env, Around())
         self._notes_before_seed = tuple(self._notes)
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
@@ -171,8 +173,8 @@ class Shadow:
     def _compute(self, piece: Piece, env: Env, around: Around) -> Env:
         """What a piece without loops leaves to others, by compiled code."""
         operands = [env[v].pair for v in piece.reads]
-        results, noted = self._compiled_for(piece, around.devices)(operands)
-        notes = self._noted(piece, noted, env, around)
+        results, compared = self._compiled_for(piece, around.devices)(operands)
+        notes = self._notes_after(piece, compared, env, around)
         self._say_at(piece)
         left = zip(piece.leaves, results, strict=True)
         return {v: Value(pair, notes[v]) for v, pair in left}
@@ -187,14 +189,14 @@ class Shadow:
             )
         return self._compiled[key]
 
-    def _noted(
-        self, piece: Piece, noted: Sequence[Compared], env: Env, around: Around
+    def _notes_after(
+        self, piece: Piece, compared: Sequence[Compared], env: Env, around: Around
     ) -> dict[Var, Note | None]:
-        """The notes of all values of a piece, of which those of its results are new.
+        """The notes of all values that a piece reads or makes.
 
         A result without a note of its own has that of the first operand.
         """
-        left = iter(noted)
+        left = iter(compared)
         notes = {v: env[v].note for v in piece.reads}
         for instruction in piece.instructions:
             eqn = instruction.eqn

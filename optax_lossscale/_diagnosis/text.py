@@ -6,9 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _NAMED = 3  # the names of a list
-wrapped = textwrap.TextWrapper(
-    width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-).fill
+
+
+def wrapped(paragraph: str) -> str:
+    """A paragraph in lines of at most 100 characters, all but the first indented."""
+    return textwrap.fill(
+        paragraph,
+        width=100,
+        subsequent_indent="   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def some(names: Sequence[str]) -> str:

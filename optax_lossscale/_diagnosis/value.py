@@ -19,7 +19,7 @@ class Value(NamedTuple):
     parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
     def each(self, function: Callable[[Any], Array]) -> "Value":
-        """Applies a function to both arrays of the pair, and keeps the note of all."""
+        """Applies a function to both arrays of the pair, and keeps the note, not `parts`."""
         return Value(jax.tree.map(function, self.pair), self.note)
 
 

@@ -36,9 +36,10 @@ _ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 @functools.cache
 def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
-    """`wide` for narrower floats, and complex128 for complex64 beside float64.
+    """The dtype that stands for another one in a program of wide floats.
 
-    All other dtypes stay as they are, and every one does if `wide` is None.
+    That is `wide` for a narrower float, and complex128 for complex64 if `wide` is
+    float64. All other dtypes stay as they are, and every one does if `wide` is None.
     """
     if wide is None or not is_inexact_dtype(dtype):
         return dtype
@@ -67,8 +68,8 @@ def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[
 def stays_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation computes in 16 bits or fewer, although it is given wide floats.
 
-    One that reads or makes the bits of a number does so by intention, as the bits of a
-    random number differ in another dtype. It does not count.
+    One that reads or makes the bits of a number does not count: it is meant to, as the
+    bits of a random number differ in another dtype.
     """
     if not _is_fixed(eqn) or runs_no_rounds(eqn):
         return False
@@ -76,9 +77,9 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs in no dtypes but those it was traced in, so far as known.
+    """Whether an equation runs only in the dtypes that it was traced in, or may do so.
 
-    A program that it holds is traced in them. Only that of a scatter can be left out.
+    A program that it holds is traced in them. Only a scatter can trace its own anew.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Is.OPAQUE in traits(eqn):

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
-from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
-    FIFTH,
     THE_LOSS,
     Note,
     all_before,
@@ -86,25 +85,25 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
                 off[name] = 0.0
         elif not note.is_finite:
             cause = _cause_of_infinity(runs, name, note)
-            wrong.append(_wrong(name, math.inf, cause, run))
+            wrong.append(_entry(name, math.inf, cause, run))
         elif _can_be_judged(runs, name, note):
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
             elif note.typical or cause.how not in _OF_DIFFERENCES:
                 off[name] = how_far
-                wrong.append(_wrong(name, how_far, cause, run))
+                wrong.append(_entry(name, how_far, cause, run))
     wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
     return off, wrong
 
 
 def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
-    """The first value inside of which a fifth is off, as is a value computed from it.
+    """The first value inside of which a fifth is off, and is still off in a later value.
 
     A value does not count if float32 does not determine it, if all that is computed
     from it is below float16's normal numbers in a program of float16, or if no result
     is computed from it, as of a loop's condition. What the loss function returns beside
-    the loss counts by itself, and also if it is not finite.
+    the loss counts without a later value, and also if it is not finite.
 
     Args:
       runs: the runs of the gradient.
@@ -114,7 +113,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
-            return [_wrong(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+            return [_entry(A_VALUE_INSIDE, note.error, cause_of(note), run)]
     spread = _spread(runs)
     least = limits(np.float16)[1] if np.float16 in dtypes else 0.0
     counts = {
@@ -125,12 +124,12 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     }
     for note in spread:
         if note in counts:
-            return [_wrong(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
+            return [_entry(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
     return []
 
 
-def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
-    """A result that is wrong, as the report has it."""
+def _entry(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+    """The entry of the report for a result that is wrong."""
     at = cause.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
@@ -151,7 +150,7 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 
 
 def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
-    """Why a result is not finite in float32 if that makes the choices of the program.
+    """Why a result is not finite in float32 that makes the program's choices.
 
     By its own choices, float32 may be finite. Then the first number that 16 bits do not
     hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
@@ -176,8 +175,8 @@ def _can_be_judged(runs: Runs, name: str, note: Note) -> bool:
 def _determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value so well that 16 bits can be wrong about it.
 
-    So float32 is off from float64 by 5% at most, or by far less than 16 bits are from
-    float32, unless nothing is right in it.
+    It does if it is off from float64 by 5% at most, or by far less than 16 bits are off
+    from it. But a number of which float32 has no right digit is not determined.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.
@@ -213,23 +212,24 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 
 
 def _spread(runs: Runs) -> list[Note]:
-    """The values of which a fifth is off, that results depend on, and float32 determines.
+    """The values of the forward pass of which a fifth is off.
 
-    Those of the backward pass are not among them.
+    Those are left out that no result depends on, or that float32 does not determine.
     """
     run = runs.fitting
     used = set(all_before(notes_of([*run.results.values(), *run.aux])))
     in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     spread = []
     for note in run.notes:
-        if note not in used or note.is_backward or note.off_share <= FIFTH:
+        if note not in used or note.is_backward or note.off_share <= LARGE_SHARE:
             continue
         beside = in_float32.get(note.result)
-        if beside is None or beside.off_share <= FIFTH or _determines(beside, note):
+        is_right = beside is not None and beside.off_share <= LARGE_SHARE
+        if is_right or _determines(beside, note):
             spread.append(note)
     return spread
 
 
 def _if_moved(note: Note) -> Sequence[Note]:
-    """What a loop moved, if a note is about that. The note of an equation has nothing."""
+    """What a loop made this value of by moving numbers. An equation's result has none."""
     return () if note.is_computed else note.reads

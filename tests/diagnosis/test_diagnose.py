@@ -1,5 +1,6 @@
 """One page that says what 16 bits do to a model, and what to do about it."""
 
+import contextlib
 import pathlib
 import pickle
 import re
@@ -766,3 +767,51 @@ def test_what_is_returned_beside_the_loss_is_looked_at():
     assert (wrong.name, wrong.how) == ("a value inside", "overflows")
     assert "integer_pow" in found.verdict
     assert not ols.diagnose(loss_fn, w, x, jnp.float16(3), has_aux=True).wrong
+
+
+def layer(w, x):
+    return x.astype(F16) @ w.astype(F16)
+
+
+def over_devices(w, x):
+    def each(w, x):
+        x, _ = lax.scan(
+            lambda x, w: (jnp.tanh(layer(w, x)), None), x, jnp.stack([w, w])
+        )
+        x = lax.cond(lax.axis_index("d") == 0, jnp.sin, lambda x: 2 * x, x)
+        return lax.pmean(square(x), "d")
+
+    x = x.astype(F16)
+    return jax.shard_map(each, in_specs=(P(), P("d")), out_specs=P())(w, x)
+
+
+PLACED = {
+    "by the compiler": lambda w, x: square(layer(w, x)),
+    "in a loop": lambda w, x: square(
+        lax.fori_loop(0, 3, lambda _, y: layer(w, y), x.astype(F16))
+    ),
+    "by shard_map": over_devices,
+    "with a mask": lambda w, x: square(
+        lax.scan(
+            lambda y, row: (jnp.where(y > row, y, 0), y), layer(w, x), layer(w, w)
+        )[1]
+    ),
+    "of a lookup": lambda w, x: square(
+        w.astype(F16).at[jnp.argmax(x, -1)].get(out_sharding=P("d")) * x
+    ),
+}
+
+
+@pytest.mark.parametrize("loss_fn", PLACED.values(), ids=PLACED)
+@pytest.mark.parametrize("in_context", [True, False])
+def test_arrays_may_be_placed_along_explicit_axes(loss_fn, in_context):
+    n = jax.device_count()
+    mesh = jax.make_mesh((n,), ("d",), axis_types=(AxisType.Explicit,))
+    w = jax.device_put(normal(8, 8) / 3, jax.NamedSharding(mesh, P()))
+    x = jax.device_put(normal(2 * n, 8), jax.NamedSharding(mesh, P("d")))
+    with jax.set_mesh(mesh):
+        loss = float(jax.jit(loss_fn)(w, x))
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        found = ols.diagnose(loss_fn, w, x)
+    assert found.loss == pytest.approx(loss, rel=1e-2)
+    assert found.wrong == ()
