@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import programs_in
@@ -18,7 +18,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     with effects, which has to run once. One that holds programs is cheap if all
     equations in them are.
     """
-    if eqn.effects or is_product(eqn) or Is.CHEAP not in traits(eqn):
+    if eqn.effects or is_product(eqn) or Trait.CHEAP not in traits(eqn):
         return False
     return all(map(_are_all_cheap, programs_in(eqn)))
 

@@ -30,7 +30,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from optax_lossscale._autocast.normalized import Part, is_normalized, part_of
 from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
 from optax_lossscale._programs.flat import flat
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -115,7 +115,7 @@ def join(kinds: Iterable[Kind]) -> Kind:
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     """The kind of the results of an equation, neither a product nor to be rewritten."""
     its_traits = traits(eqn)
-    is_mask = Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
+    is_mask = Trait.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
     if is_mask:
         return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
@@ -123,13 +123,13 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     if not of_floats or _fills_with_a_number(eqn):
         return Kind.FLOAT32
     kind = join(of_floats)
-    if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
+    if its_traits & (Trait.MOVES | Trait.SENDS | Trait.CHOOSES):
         return kind
     if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
         return Kind.FLOAT32
     if kind in _CONSTANTS:
         return kind
-    if Is.ADDS_TWO not in its_traits:
+    if Trait.ADDS_TWO not in its_traits:
         return Kind.NEAR
     # A NEAR value with a constant or a parameter added is still recomputed.
     has_constant = not _CONSTANTS.isdisjoint(operands)
@@ -141,19 +141,19 @@ def _fills_with_a_number(eqn: JaxprEqn) -> bool:
 
     By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
     """
-    filling = eqn.params["fill_value"] if Is.PICKS in traits(eqn) else None
+    filling = eqn.params["fill_value"] if Trait.PICKS in traits(eqn) else None
     return filling is not None and filling != 0 and not np.isnan(filling)
 
 
 def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
     """Whether the results of an operation have about the range of its operands."""
     its_traits = traits(eqn)
-    if Is.DIVIDES in its_traits:
+    if Trait.DIVIDES in its_traits:
         divisor = eqn.invars[1]
         return isinstance(divisor, Literal) and abs(divisor.val) >= _SMALLEST_DIVISOR
-    if Is.MULTIPLIES in its_traits:
+    if Trait.MULTIPLIES in its_traits:
         return not _FACTORS.isdisjoint(operands)
-    return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
+    return bool(its_traits & (Trait.ADDS_TWO | Trait.NEAR))
 
 
 def _kind_of_literal(literal: Literal) -> Kind:
@@ -222,7 +222,7 @@ def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
     """Whether an equation scans over layers, each with matrices of parameters."""
-    if Is.SCANS not in traits(eqn):
+    if Trait.SCANS not in traits(eqn):
         return False
     first_scanned = carried_by(eqn).stop
     scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)

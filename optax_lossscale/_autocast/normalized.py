@@ -21,7 +21,7 @@ import numpy as np
 from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.operations import Formula, Is, row_of, traits
+from optax_lossscale._programs.operations import Formula, Trait, row_of, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.work import terms_of
 
@@ -95,7 +95,7 @@ def part_of(
         return operands[0]
     if all(part.of is None for part in operands):
         return Part(None, "number")
-    if Is.MULTIPLIES in traits(eqn) and True in are_factors:
+    if Trait.MULTIPLIES in traits(eqn) and True in are_factors:
         operands[are_factors.index(True)] = Part(None, "factor")
     formula = _formula(eqn)
     if formula is None:
@@ -149,10 +149,10 @@ def _part_of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
 def _rearranges(eqn: JaxprEqn) -> bool:
     """Whether the result has all numbers of the first operand, in another order."""
     its_traits = traits(eqn)
-    if Is.PLACES in its_traits:
+    if Trait.PLACES in its_traits:
         return len(eqn.invars) == 1
-    moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
-    return bool(moves) and Is.SELECTS not in its_traits
+    moves = its_traits & (Trait.MOVES | Trait.SENDS | Trait.SPREADS)
+    return bool(moves) and Trait.SELECTS not in its_traits
 
 
 def _formula(eqn: JaxprEqn) -> Formula | None:
@@ -163,6 +163,6 @@ def _formula(eqn: JaxprEqn) -> Formula | None:
 def _terms(eqn: JaxprEqn, formula: Formula) -> float:
     """By what an equation multiplies the terms of a part."""
     divisor = eqn.invars[-1]
-    if Is.DIVIDES in traits(eqn) and isinstance(divisor, Literal):
+    if Trait.DIVIDES in traits(eqn) and isinstance(divisor, Literal):
         return 1 / divisor.val
     return terms_of(eqn) if formula == "sum" else 1

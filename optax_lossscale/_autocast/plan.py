@@ -20,7 +20,7 @@ from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
 from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
 from optax_lossscale._programs.flat import Flat, flat
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
@@ -88,9 +88,9 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
     takes, gives = _dtypes_inside(facts, eqn, kinds, results)
     casting = facts.casting
-    if Is.SCANS in traits(eqn):  # whose passes no compiler merges
+    if Trait.SCANS in traits(eqn):  # whose passes no compiler merges
         casting = casting._replace(prevent_cse=False)
-    if Is.KEEPS in traits(eqn):
+    if Trait.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
     plans: list[Plan] = []
     for program, operands in giving_results(eqn):
@@ -116,7 +116,7 @@ def _dtypes_inside(
     ]
     gives = [facts.dtypes[v] for v in eqn.outvars]
     carried = carried_by(eqn)
-    if Is.SCANS in traits(eqn):
+    if Trait.SCANS in traits(eqn):
         # Every round reads the constants, so their gradients are sums over the rounds:
         # in float32, if the constants are.
         takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.enter import is_entered, is_placed
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -56,7 +56,7 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
 
     A multiplication replaces it: see `outer_product`.
     """
-    if Is.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
+    if Trait.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
         return False
     return multiplies_once(eqn) and _is_plain(eqn)
 
@@ -80,7 +80,7 @@ def is_rewritten(eqn: JaxprEqn) -> bool:
     """
     if not may_be_rewritten(eqn):
         return False
-    return Is.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
+    return Trait.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
 
 
 @remembered
@@ -149,9 +149,9 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
         return "a jit with shardings"
     if eqn.params.get("symbolic_zeros"):  # its rule would see other perturbations
         return "a derivative with symbolic zeros"
-    if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
+    if Trait.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    if Is.WAITS in traits(eqn) and _waits(eqn):
+    if Trait.WAITS in traits(eqn) and _waits(eqn):
         return "a loop that waits for a number"
     return ""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -47,13 +47,13 @@ def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozense
 
 def _computes_floats(eqn: JaxprEqn) -> bool:
     """Whether an equation computes floats, and does not only move some."""
-    moves = traits(eqn) & (Is.MOVES | Is.PLACES)
+    moves = traits(eqn) & (Trait.MOVES | Trait.PLACES)
     return not moves and is_float(eqn.outvars[0])
 
 
 def _puts_gaps(eqn: JaxprEqn) -> bool:
     """Whether an equation pads between the numbers of its operand."""
-    if Is.PADS not in traits(eqn):
+    if Trait.PADS not in traits(eqn):
         return False
     return any(gap for _, _, gap in eqn.params["padding_config"])
 
@@ -63,7 +63,7 @@ def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:
 
     `largest` is the size of the largest array that its region stores.
     """
-    if Is.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
+    if Trait.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
     operand = eqn.invars[0]
     n_before = size_of(operand.aval)

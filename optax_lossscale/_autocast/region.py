@@ -18,7 +18,7 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.products import is_narrowed
 from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept_reductions
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -92,7 +92,7 @@ def region_of_equation(
     """
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
-    is_sent = _moves_rounded(eqn, results, low) and Is.CHEAP not in traits(eqn)
+    is_sent = _moves_rounded(eqn, results, low) and Trait.CHEAP not in traits(eqn)
     casts = _rounding_casts if is_sent else _usual_casts
     steps = [rewritten or Step(eqn, casts(eqn, low))]
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
@@ -129,7 +129,7 @@ def _rounding_sums(
             continue
         operands = variables(eqn.invars)
         rounded.update(v for v in operands if facts.kinds[v] == Kind.SUM)
-        if Is.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn):
+        if Trait.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn):
             found.add(eqn)
     return found
 
@@ -144,7 +144,7 @@ def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     if is_narrowed(eqn):
         others = eqn.invars[2:]
         return [low, low] + [None] * len(others)
-    if traits(eqn) & (Is.MOVES | Is.SENDS):
+    if traits(eqn) & (Trait.MOVES | Trait.SENDS):
         return [None] * len(eqn.invars)
     return dtypes_in(eqn.invars)
 
@@ -153,7 +153,7 @@ def _rounding_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtypes to which an equation casts its operands so that it gives 16 bits."""
     as_traced = dtypes_in(eqn.invars)
     # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
-    if Is.SPREADS in traits(eqn):
+    if Trait.SPREADS in traits(eqn):
         return as_traced
     return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
 
@@ -181,7 +181,7 @@ def _rounded(facts: Facts, v: Var) -> Any:
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
-    moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
-    if not moves or Is.ADDS_MANY in its_traits:
+    moves = its_traits & (Trait.MOVES | Trait.SENDS | Trait.SPREADS)
+    if not moves or Trait.ADDS_MANY in its_traits:
         return False
     return all(needed.get(v, low) == low for v in eqn.outvars)

@@ -28,7 +28,7 @@ from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
 from optax_lossscale._autocast.region import Dtypes, Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     HALVES,
     astype,
@@ -42,7 +42,7 @@ from optax_lossscale._programs.versions import bind, name_of
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 # How a step runs that has a derivative of the user's own; `enter` would lose the rule
-_WITH_RULE = {Is.JVP: custom_jvp, Is.VJP: custom_vjp}
+_WITH_RULE = {Trait.JVP: custom_jvp, Trait.VJP: custom_vjp}
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
@@ -151,7 +151,7 @@ class _Runner:
                 return self._run_rewritten(step, operands)
             if is_outer_product(eqn):
                 return [outer_product(eqn, *operands)]
-            if Is.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) in HALVES:
+            if Trait.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) in HALVES:
                 return _spread(eqn, operands, stores[eqn.outvars[0]])
         return bind(eqn, operands)
 
@@ -159,9 +159,9 @@ class _Runner:
         """The results of a step whose equation is rewritten, its programs by plans."""
         eqn = step.eqn
         name = eqn.params.get("name", name_of(eqn))
-        is_call = Is.INLINED in traits(eqn)
+        is_call = Trait.INLINED in traits(eqn)
         programs = [self._program_function(plan, name, is_call) for plan in step.plans]
-        with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
+        with_rule = _WITH_RULE.get(traits(eqn) & (Trait.JVP | Trait.VJP))
         if with_rule is None:
             return enter(eqn, operands, programs)
 

@@ -24,7 +24,7 @@ from optax_lossscale._autocast.products import (
     may_be_rewritten,
 )
 from optax_lossscale._programs.flat import Flat, flat
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import Atom, size_of, variables
 from optax_lossscale._programs.walk import carried_by, giving_results
@@ -57,7 +57,7 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
         if isinstance(v, Var):
             after[v] |= use
     for eqn in reversed(program.eqns):
-        if Is.NAMES in traits(eqn):
+        if Trait.NAMES in traits(eqn):
             after[eqn.outvars[0]] |= Use.PAST
         if is_narrowed(eqn):
             of_operands = [Use.MULTIPLIED] * 2  # a third has the sizes of groups
@@ -84,7 +84,7 @@ def _use_of_operand(
       after: what is done with each value after the equation.
     """
     its_traits = traits(eqn)
-    may_be_repeated = is_cheap(eqn) or its_traits & (Is.MOVES | Is.SENDS)
+    may_be_repeated = is_cheap(eqn) or its_traits & (Trait.MOVES | Trait.SENDS)
     use = NOTHING
     for result in eqn.outvars:
         use |= after[result] & Use.MULTIPLIED

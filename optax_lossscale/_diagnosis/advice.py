@@ -23,7 +23,7 @@ from optax_lossscale._diagnosis.page import (
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, percent
 from optax_lossscale._diagnosis.wrong import Wrong
-from optax_lossscale._programs.operations import Is
+from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
@@ -150,9 +150,9 @@ _WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP
 def _remedy(one: Wrong) -> str:
     """What to do about a result that is wrong, by what its cause does."""
     place = one.place
-    products = [row for row in one.rounded if row.is_any(Is.PRODUCT)]
+    products = [row for row in one.rounded if row.is_any(Trait.PRODUCT)]
     others = [row for row in one.rounded if row not in products]
-    if not products and place.is_any(Is.PRODUCT):
+    if not products and place.is_any(Trait.PRODUCT):
         products = [place]
     between = lines_of(others)
     if one.is_in_float32:

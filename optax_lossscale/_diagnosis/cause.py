@@ -17,7 +17,7 @@ import numpy as np
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import SUMS, Note, all_before, limits
-from optax_lossscale._programs.operations import Is
+from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
@@ -93,10 +93,10 @@ def cause_in_float32(note: Note) -> Cause:
 
 def _is_mask(note: Note) -> bool:
     """Whether the infinities that make a NaN are a mask's, and not the model's own."""
-    while not note.is_any(Is.PRODUCT):  # masks come after products
+    while not note.is_any(Trait.PRODUCT):  # masks come after products
         reads = _not_finite(note)
         if not reads:
-            return not note.reads or note.is_any(Is.FILLS)
+            return not note.reads or note.is_any(Trait.FILLS)
         note = reads[0]
     return False
 
@@ -140,7 +140,7 @@ def _how_not_finite(note: Note) -> How:
     # What a sum adds may overflow before the result. Other operations have a pole at
     # what their operands are rounded to.
     is_infinite = is_narrow_dtype(note.dtype) and not note.nan
-    is_sum = note.is_any(SUMS | Is.PRODUCT)
+    is_sum = note.is_any(SUMS | Trait.PRODUCT)
     return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
 
 
@@ -151,7 +151,7 @@ def _how_off(note: Note) -> How:
         return How.CANCELS
     if is_narrow_dtype(dtype) and _vanishes(note, dtype):
         return How.VANISHES
-    is_sum_of_many = is_narrow_dtype(dtype) and note.is_any(Is.ADDS_MANY)
+    is_sum_of_many = is_narrow_dtype(dtype) and note.is_any(Trait.ADDS_MANY)
     is_sum_of_rounds = note.rounds and note.is_any(SUMS)
     if is_sum_of_many or is_sum_of_rounds:
         return How.STAGNATES
@@ -164,7 +164,7 @@ def _cancels(note: Note) -> bool:
     A sum of which most terms are 0 is small as well. It does not cancel: its error is
     far below the rounding of large terms.
     """
-    if not note.is_any(SUMS | Is.PRODUCT):
+    if not note.is_any(SUMS | Trait.PRODUCT):
         return False
     terms = _size_of_terms(note)
     rounding = note.distance / math.sqrt(note.count)
@@ -174,7 +174,7 @@ def _cancels(note: Note) -> bool:
 def _size_of_terms(note: Note) -> float:
     """How large a sum of its terms would be if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
-    size = math.prod(sizes) if note.is_any(Is.PRODUCT) else max(sizes, default=0.0)
+    size = math.prod(sizes) if note.is_any(Trait.PRODUCT) else max(sizes, default=0.0)
     return size * math.sqrt(note.place.terms)
 
 
@@ -191,7 +191,7 @@ def _vanishes(note: Note, dtype: np.dtype) -> bool:
 
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
-    may_saturate = is_narrow_dtype(note.dtype) and note.is_any(Is.SATURATES)
+    may_saturate = is_narrow_dtype(note.dtype) and note.is_any(Trait.SATURATES)
     return may_saturate and (note.lost > 0 or note.at_limit)
 
 
@@ -203,7 +203,7 @@ def _computed(note: Note) -> Note:
 
     One that moves them into 16 bits, as a cast does, computes them.
     """
-    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.is_computed:
+    while note.is_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         read = worst_read(note)
         if read is None or read.is_argument:
             break
@@ -234,9 +234,9 @@ def _rounded_in(note: Note) -> Sequence[Note]:
 
     None does in a product in 16 bits, nor a term that is small beside another.
     """
-    if is_narrow_dtype(note.dtype) and note.is_any(Is.PRODUCT):
+    if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
         return ()
-    if not note.is_any(Is.ADDS_TWO):
+    if not note.is_any(Trait.ADDS_TWO):
         return note.reads
     least = _SMALL * max((read.typical for read in note.reads), default=0.0)
     return [read for read in note.reads if read.typical >= least]

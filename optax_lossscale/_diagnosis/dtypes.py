@@ -19,7 +19,7 @@ from optax_lossscale._autocast.products import usual_product
 from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.lines import is_of_optax
-from optax_lossscale._programs.operations import TABLE, Is, traits
+from optax_lossscale._programs.operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import HALVES, dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.work import (
@@ -174,10 +174,10 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
         floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
         if is_product(eqn):
             products.append(_product(equation, usual))
-        elif Is.OPAQUE in traits(eqn) or equation.name not in TABLE:
+        elif Trait.OPAQUE in traits(eqn) or equation.name not in TABLE:
             if floats or any(map(is_float, eqn.outvars)):
                 opaque.append(_opaque(equation, floats))
-        elif floats and (terms_of(eqn) > 1 or Is.EXPONENTIAL in traits(eqn)):
+        elif floats and (terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)):
             one = _operation(equation, floats)
             if one.dtype.itemsize <= 2:
                 narrow.append(one)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from optax_lossscale._programs.lines import line_of
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, is_float, is_narrow_dtype
 from optax_lossscale._programs.versions import (
@@ -74,7 +74,7 @@ def equations(
 
 def _inside(equation: Equation) -> Iterator[Equation]:
     """Those in the programs that an equation holds."""
-    given = equation.unwidened if Is.CALLS in traits(equation.eqn) else ()
+    given = equation.unwidened if Trait.CALLS in traits(equation.eqn) else ()
     times = _times(equation.eqn)
     for program in programs_in(equation.eqn):
         for inner in equations(open_jaxpr(program), equation.source, given):
@@ -99,8 +99,8 @@ def keeps_numbers(eqn: JaxprEqn) -> bool:
     kind = traits(eqn)
     if len(eqn.invars) != 1:
         return False
-    if Is.CASTS not in kind:
-        return bool(kind & (Is.MOVES | Is.PLACES | Is.SPREADS))
+    if Trait.CASTS not in kind:
+        return bool(kind & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
     (result,) = eqn.outvars
     is_widened = is_float(result) and not is_narrow_dtype(dtype_in(result))
     return is_widened and is_narrow_dtype(dtype_in(eqn.invars[0]))
@@ -125,9 +125,9 @@ def dtypes_of(eqn: JaxprEqn) -> frozenset[np.dtype]:
 
 def _times(eqn: JaxprEqn) -> int:
     """How often an equation runs the programs that it holds."""
-    if Is.SCANS in traits(eqn):
+    if Trait.SCANS in traits(eqn):
         return eqn.params["length"]
-    if Is.MAPS in traits(eqn):
+    if Trait.MAPS in traits(eqn):
         mesh = eqn.params["mesh"]
         return math.prod(mesh.shape[axis] for axis in mapped_axes(eqn))
     return 1

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import SUMS, Note
-from optax_lossscale._programs.operations import Is
+from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
 
 # An equation is at fault if the error grows by this factor in it.
@@ -42,7 +42,7 @@ def at_fault(note: Note) -> Note | None:
 
 def worst_read(note: Note) -> Note | None:
     """The operand that is off the most: by its distance, if it is added or chosen."""
-    if not note.bad and note.is_any(Is.ADDS_TWO | Is.CHOOSES):
+    if not note.bad and note.is_any(Trait.ADDS_TWO | Trait.CHOOSES):
         return max(note.reads, key=lambda read: read.distance, default=None)
     return max(note.reads, key=lambda read: (read.error, read.nan), default=None)
 

@@ -16,7 +16,7 @@ import numpy as np
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.text import some
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import Trait, traits_of
 
 THE_LOSS = "the loss"
 """What reports call the loss. No parameter has this name or one of the two below."""
@@ -27,7 +27,7 @@ ALL = "all"
 A_VALUE_INSIDE = "a value inside"
 """What they call a value that is neither the loss nor a gradient."""
 
-SUMS = Is.ADDS_TWO | Is.ADDS_MANY
+SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY
 """The traits of an operation that adds."""
 
 
@@ -127,7 +127,7 @@ class Note(Figures):
         """The same without the notes before it, to be kept in a report."""
         return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
-    def is_any(self, traits: Is) -> bool:
+    def is_any(self, traits: Trait) -> bool:
         """Whether its operation has any of these traits."""
         return bool(traits_of(self.place.primitive) & traits)
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, reshard
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
@@ -140,11 +140,11 @@ def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     lows = in_wide(eqn, [x.low for x in ins], widths.low)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, lows))
-    if Is.ONCE in traits(eqn):
+    if Trait.ONCE in traits(eqn):
         return [Pair(x, widened(x, widths.true)) for x in lows]
     trues = in_wide(eqn, [x.followed for x in ins], widths.true)
     pairs = list(map(Pair, lows, trues))
-    if Is.CHOOSES in traits(eqn):  # what is sorted is right in any order
+    if Trait.CHOOSES in traits(eqn):  # what is sorted is right in any order
         return pairs
     return _by_its_choices(pairs)
 

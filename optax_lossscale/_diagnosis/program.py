@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
 from optax_lossscale._programs.lines import line_of
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Atom,
     dtype_in,
@@ -35,7 +35,7 @@ from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
-_LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
+_LOOPS = Trait.SCANS | Trait.WAITS | Trait.BRANCHES | Trait.MAPS
 _MANY = 2**20  # numbers that a round of a loop may have in one piece
 # Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
 _NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
@@ -93,7 +93,7 @@ def _instruction(eqn: JaxprEqn, around: Place) -> Instruction:
     """An equation in its place, with the programs of a loop or branch in pieces."""
     place = _place_of(eqn, around)
     held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    is_passed = Is.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
+    is_passed = Trait.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
     return Instruction(eqn, place, held, _noted(eqn), is_passed)
 
 
@@ -108,7 +108,7 @@ def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
 
 def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:
     """The results of an equation that have notes of their own, by their positions."""
-    if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
+    if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return {}
     has_floats = any(map(is_float, eqn.invars))
     results = enumerate(eqn.outvars)
@@ -166,7 +166,7 @@ def _parts(
             part = []
             continue
         part.append(one)
-        is_product = Is.PRODUCT in traits(one.eqn)
+        is_product = Trait.PRODUCT in traits(one.eqn)
         if is_product and _numbers(part) > limit:
             yield part
             part = []

@@ -24,7 +24,7 @@ from optax_lossscale._diagnosis.notes import Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, noted_alone
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Array, Atom, dtype_in, is_float, variables
 
 _PATIENCE = 10.0  # seconds between two lines of progress
@@ -149,11 +149,11 @@ class Shadow:
         eqn = instruction.eqn
         kind = traits(eqn)
         ins = self._read(eqn.invars, env, around)
-        if Is.SCANS in kind:
+        if Trait.SCANS in kind:
             results = loops.scan(instruction, ins, run, len(around.devices.maps))
-        elif Is.WAITS in kind:
+        elif Trait.WAITS in kind:
             results = loops.while_loop(instruction, ins, run)
-        elif Is.BRANCHES in kind:
+        elif Trait.BRANCHES in kind:
             results = loops.cond(instruction, ins, run)
         else:
             results = self._run_on_devices(instruction, ins, around)

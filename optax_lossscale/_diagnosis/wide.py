@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._diagnosis.equations import dtypes_of
-from optax_lossscale._programs.operations import TABLE, Is, traits
+from optax_lossscale._programs.operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import (
     Array,
     astype,
@@ -60,7 +60,7 @@ def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[
         carry = ins[carried.start : carried.stop]
         stacks = _as_traced(eqn, ins, wide)[len(carry) :]
         return [*carry, *stacks]
-    if _is_fixed(eqn) or Is.OF_BITS in traits(eqn):
+    if _is_fixed(eqn) or Trait.OF_BITS in traits(eqn):
         return _as_traced(eqn, ins, wide)
     return _rewritten(eqn, ins, wide)
 
@@ -82,7 +82,7 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
     A program that it holds is traced in them. Only a scatter can trace its own anew.
     """
     is_unknown = name_of(eqn) not in TABLE
-    if is_unknown or Is.OPAQUE in traits(eqn):
+    if is_unknown or Trait.OPAQUE in traits(eqn):
         return True
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     return any(map(is_program, leaves)) and not _is_scatter(eqn)
@@ -90,7 +90,7 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
 
 def runs_no_rounds(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop over no rows, which returns the state it is given."""
-    return Is.SCANS in traits(eqn) and eqn.params["length"] == 0
+    return Trait.SCANS in traits(eqn) and eqn.params["length"] == 0
 
 
 def _is_scatter(eqn: JaxprEqn) -> bool:
@@ -100,9 +100,9 @@ def _is_scatter(eqn: JaxprEqn) -> bool:
 
 def _applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
     """Applies an equation to arrays that may differ along all axes of the mesh."""
-    if Is.VARIES not in traits(eqn):
+    if Trait.VARIES not in traits(eqn):
         return bind(eqn, ins)
-    if Is.ADDS_MANY in traits(eqn):
+    if Trait.ADDS_MANY in traits(eqn):
         return [lax.psum(x, eqn.params["axes"]) for x in ins]
     return list(ins)
 

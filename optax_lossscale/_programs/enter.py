@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
 from optax_lossscale._programs.walk import arguments_of, carried_by
@@ -124,14 +124,14 @@ def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]
 
 
 _ENTER = {
-    Is.INLINED: _inlined,
-    Is.KEEPS: _checkpoint,
-    Is.SCANS: _scan,
-    Is.WAITS: _while,
-    Is.BRANCHES: _cond,
-    Is.MAPS: _shard_map,
+    Trait.INLINED: _inlined,
+    Trait.KEEPS: _checkpoint,
+    Trait.SCANS: _scan,
+    Trait.WAITS: _while,
+    Trait.BRANCHES: _cond,
+    Trait.MAPS: _shard_map,
 }
-ENTERED = functools.reduce(operator.or_, _ENTER) | Is.JVP | Is.VJP
+ENTERED = functools.reduce(operator.or_, _ENTER) | Trait.JVP | Trait.VJP
 """The traits of operations whose programs may be replaced; no operation has two.
 
 `enter` runs all of them but `JVP` and `VJP`, whose rules it would lose.

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.enter import is_placed
 from optax_lossscale._programs.lines import users_line
-from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
@@ -133,7 +133,7 @@ def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
 
 def _called(eqn: JaxprEqn) -> Any:
     """The program that an equation calls, as a `jit` does; None if it calls none."""
-    return programs_in(eqn)[0] if Is.CALLS in traits(eqn) else None
+    return programs_in(eqn)[0] if Trait.CALLS in traits(eqn) else None
 
 
 def _short_jit(eqn: JaxprEqn) -> Any:
@@ -142,7 +142,7 @@ def _short_jit(eqn: JaxprEqn) -> Any:
     A function that calls another twice, which calls a third twice, and so on, would
     double in length at each level. So a long program stays a call.
     """
-    if Is.INLINED not in traits(eqn) or is_placed(eqn):
+    if Trait.INLINED not in traits(eqn) or is_placed(eqn):
         return None
     (program,) = programs_in(eqn)
     return program if _length(program) <= _LONG else None

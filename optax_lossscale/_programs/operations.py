@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from optax_lossscale._programs.versions import name_of
 
 
-class Is(enum.Flag):
+class Trait(enum.Flag):
     """The traits of operations, of which one operation may have several."""
 
     MOVES = enum.auto()
@@ -146,7 +146,7 @@ Formula = Literal[
 class Row(NamedTuple):
     """What is known of an operation."""
 
-    traits: Is = Is(0)
+    traits: Trait = Trait(0)
     terms: Terms | None = None  # for one that sums
     formula: Formula | None = None  # for one that a norm may be made of
     # The parameters with the programs that it runs, in the order of running; None means
@@ -166,65 +166,69 @@ its parameters, and `dtype_report` lists it among what it cannot look into.
 # here. Operations of which the same is known share a row.
 _ROWS = {
     # Returns its operands' numbers elsewhere
-    "copy reshape rev squeeze stop_gradient transpose": Row(Is.MOVES | Is.CHEAP),
-    "dynamic_slice slice split unstack": Row(Is.MOVES | Is.CHEAP | Is.SELECTS),
-    "name": Row(Is.MOVES | Is.NAMES),
-    "optimization_barrier": Row(Is.MOVES),
-    "reshard sharding_constraint": Row(Is.MOVES | Is.SENDS),
+    "copy reshape rev squeeze stop_gradient transpose": Row(Trait.MOVES | Trait.CHEAP),
+    "dynamic_slice slice split unstack": Row(Trait.MOVES | Trait.CHEAP | Trait.SELECTS),
+    "name": Row(Trait.MOVES | Trait.NAMES),
+    "optimization_barrier": Row(Trait.MOVES),
+    "reshard sharding_constraint": Row(Trait.MOVES | Trait.SENDS),
     # Goes from device to device
-    "all_gather all_gather_reduced": Row(Is.SENDS | Is.SPREADS),
-    "all_gather_invariant all_to_all pmax pmin ppermute": Row(Is.SENDS),
+    "all_gather all_gather_reduced": Row(Trait.SENDS | Trait.SPREADS),
+    "all_gather_invariant all_to_all pmax pmin ppermute": Row(Trait.SENDS),
     "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": Row(
-        Is.SENDS | Is.ADDS_MANY
+        Trait.SENDS | Trait.ADDS_MANY
     ),
-    "psum_invariant": Row(Is.SENDS | Is.ADDS_MANY | Is.VARIES),
+    "psum_invariant": Row(Trait.SENDS | Trait.ADDS_MANY | Trait.VARIES),
     # Returns some of its operands' numbers
     (
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
-    ): Row(Is.CHOOSES | Is.CHEAP),
-    "broadcast_in_dim concatenate stack tile": Row(Is.PLACES | Is.CHOOSES | Is.CHEAP),
-    "convert_element_type": Row(Is.PLACES | Is.CHOOSES | Is.CASTS | Is.CHEAP),
-    "cummax cummin sort top_k": Row(Is.CHOOSES),
-    "gather": Row(Is.PLACES | Is.CHOOSES | Is.PICKS | Is.CHEAP),
-    "max": Row(Is.CHOOSES | Is.CHEAP, formula="bound"),
-    "pad": Row(Is.PLACES | Is.CHOOSES | Is.CHEAP | Is.FILLS | Is.PADS),
-    "pvary": Row(Is.SPREADS | Is.CHOOSES | Is.CHEAP | Is.VARIES),
-    "reduce_max reduce_min": Row(Is.CHOOSES | Is.CHEAP | Is.REDUCES),
-    "select_n": Row(Is.CHOOSES | Is.CHEAP | Is.FILLS, formula="choice"),
+    ): Row(Trait.CHOOSES | Trait.CHEAP),
+    "broadcast_in_dim concatenate stack tile": Row(
+        Trait.PLACES | Trait.CHOOSES | Trait.CHEAP
+    ),
+    "convert_element_type": Row(
+        Trait.PLACES | Trait.CHOOSES | Trait.CASTS | Trait.CHEAP
+    ),
+    "cummax cummin sort top_k": Row(Trait.CHOOSES),
+    "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.PICKS | Trait.CHEAP),
+    "max": Row(Trait.CHOOSES | Trait.CHEAP, formula="bound"),
+    "pad": Row(Trait.PLACES | Trait.CHOOSES | Trait.CHEAP | Trait.FILLS | Trait.PADS),
+    "pvary": Row(Trait.SPREADS | Trait.CHOOSES | Trait.CHEAP | Trait.VARIES),
+    "reduce_max reduce_min": Row(Trait.CHOOSES | Trait.CHEAP | Trait.REDUCES),
+    "select_n": Row(Trait.CHOOSES | Trait.CHEAP | Trait.FILLS, formula="choice"),
     # Sums
-    "add": Row(Is.ADDS_TWO | Is.CHEAP, formula="bound"),
-    "add_any": Row(Is.ADDS_TWO | Is.CHEAP),
-    "cumsum": Row(Is.ADDS_MANY, terms="axis"),
-    "reduce": Row(Is.ADDS_MANY, terms="dimensions"),
+    "add": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="bound"),
+    "add_any": Row(Trait.ADDS_TWO | Trait.CHEAP),
+    "cumsum": Row(Trait.ADDS_MANY, terms="axis"),
+    "reduce": Row(Trait.ADDS_MANY, terms="dimensions"),
     "reduce_sum": Row(
-        Is.ADDS_MANY | Is.CHEAP | Is.REDUCES, terms="axes", formula="sum"
+        Trait.ADDS_MANY | Trait.CHEAP | Trait.REDUCES, terms="axes", formula="sum"
     ),
     "reduce_window reduce_window_sum select_and_scatter_add": Row(
-        Is.ADDS_MANY, terms="window_dimensions"
+        Trait.ADDS_MANY, terms="window_dimensions"
     ),
-    "scatter-add scatter-sub": Row(Is.ADDS_MANY | Is.CHEAP, terms="updates"),
-    "sub": Row(Is.ADDS_TWO | Is.CHEAP, formula="minus"),
+    "scatter-add scatter-sub": Row(Trait.ADDS_MANY | Trait.CHEAP, terms="updates"),
+    "sub": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="minus"),
     # Has about the range of its operands
-    "ceil floor round sign": Row(Is.NEAR | Is.CHEAP),
-    "div": Row(Is.DIVIDES | Is.NEAR | Is.CHEAP, formula="over"),
-    "erf logistic tanh": Row(Is.NEAR | Is.SATURATES | Is.CHEAP),
-    "mul": Row(Is.MULTIPLIES | Is.NEAR | Is.CHEAP, formula="times"),
+    "ceil floor round sign": Row(Trait.NEAR | Trait.CHEAP),
+    "div": Row(Trait.DIVIDES | Trait.NEAR | Trait.CHEAP, formula="over"),
+    "erf logistic tanh": Row(Trait.NEAR | Trait.SATURATES | Trait.CHEAP),
+    "mul": Row(Trait.MULTIPLIES | Trait.NEAR | Trait.CHEAP, formula="times"),
     # Leaves, or bounds, their range
     "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": Row(
-        Is.EXPONENTIAL | Is.CHEAP
+        Trait.EXPONENTIAL | Trait.CHEAP
     ),
-    "cumlogsumexp cumprod lgamma": Row(Is.EXPONENTIAL),
-    "erfc": Row(Is.SATURATES | Is.CHEAP),
-    "integer_pow square": Row(Is.EXPONENTIAL | Is.CHEAP, formula="squared"),
-    "reduce_prod": Row(Is.EXPONENTIAL | Is.CHEAP | Is.REDUCES),
+    "cumlogsumexp cumprod lgamma": Row(Trait.EXPONENTIAL),
+    "erfc": Row(Trait.SATURATES | Trait.CHEAP),
+    "integer_pow square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
+    "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
     # Products
-    "conv_general_dilated": Row(Is.PRODUCT, terms="kernel"),
-    "dot_general": Row(Is.PRODUCT | Is.OUTER | Is.CHEAP, terms="contracted"),
-    "ragged_dot_general scaled_dot": Row(Is.PRODUCT, terms="contracted"),
-    "scaled_matmul_wrapper": Row(Is.PRODUCT, terms="last"),
+    "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
+    "dot_general": Row(Trait.PRODUCT | Trait.OUTER | Trait.CHEAP, terms="contracted"),
+    "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
+    "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
     # Bits
-    "bitcast_convert_type nextafter random_gamma rng_uniform": Row(Is.OF_BITS),
+    "bitcast_convert_type nextafter random_gamma rng_uniform": Row(Trait.OF_BITS),
     # What no jaxpr shows
     (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general "
@@ -234,38 +238,40 @@ _ROWS = {
         "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper "
         "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
         "tpu_custom_call triton_kernel_call"
-    ): Row(Is.OPAQUE),
-    "io_callback": Row(Is.OPAQUE | Is.ONCE),
+    ): Row(Trait.OPAQUE),
+    "io_callback": Row(Trait.OPAQUE | Trait.ONCE),
     # Runs code that returns nothing
-    "debug_callback debug_print inspect_sharding": Row(Is.ONCE),
+    "debug_callback debug_print inspect_sharding": Row(Trait.ONCE),
     # Holds programs
     "closed_call eval_jaxpr": Row(
-        Is.INLINED | Is.CALLS, programs=("jaxpr", "call_jaxpr")
+        Trait.INLINED | Trait.CALLS, programs=("jaxpr", "call_jaxpr")
     ),
-    "composite xla_metadata_call": Row(Is.CALLS, programs=("jaxpr",)),
-    "cond": Row(Is.BRANCHES, programs=("branches",)),
-    "custom_jvp_call": Row(Is.JVP | Is.CHEAP | Is.CALLS, programs=("call_jaxpr",)),
+    "composite xla_metadata_call": Row(Trait.CALLS, programs=("jaxpr",)),
+    "cond": Row(Trait.BRANCHES, programs=("branches",)),
+    "custom_jvp_call": Row(
+        Trait.JVP | Trait.CHEAP | Trait.CALLS, programs=("call_jaxpr",)
+    ),
     "custom_linear_solve": Row(programs=("jaxprs.solve",)),
     "custom_partitioning": Row(programs=("call",)),
-    "custom_vjp_call": Row(Is.VJP | Is.CALLS, programs=("call_jaxpr",)),
-    "custom_vmap_call": Row(Is.CALLS, programs=("call",)),
+    "custom_vjp_call": Row(Trait.VJP | Trait.CALLS, programs=("call_jaxpr",)),
+    "custom_vmap_call": Row(Trait.CALLS, programs=("call",)),
     "CustomRoot": Row(programs=("solve_jaxpr",)),
-    "jit": Row(Is.INLINED | Is.CHEAP | Is.CALLS, programs=("jaxpr",)),
+    "jit": Row(Trait.INLINED | Trait.CHEAP | Trait.CALLS, programs=("jaxpr",)),
     "linear_call": Row(programs=("callee",)),
-    "remat_opt": Row(Is.INLINED | Is.CALLS, programs=("fwd_jaxpr",)),
-    "remat2": Row(Is.KEEPS | Is.CALLS, programs=("jaxpr",)),
+    "remat_opt": Row(Trait.INLINED | Trait.CALLS, programs=("fwd_jaxpr",)),
+    "remat2": Row(Trait.KEEPS | Trait.CALLS, programs=("jaxpr",)),
     "run_state": Row(programs=("jaxpr",)),
-    "scan": Row(Is.SCANS, programs=("jaxpr",)),
-    "shard_map": Row(Is.MAPS, programs=("jaxpr",)),
-    "while": Row(Is.WAITS, programs=("cond_jaxpr", "body_jaxpr")),
+    "scan": Row(Trait.SCANS, programs=("jaxpr",)),
+    "shard_map": Row(Trait.MAPS, programs=("jaxpr",)),
+    "while": Row(Trait.WAITS, programs=("cond_jaxpr", "body_jaxpr")),
     # Cheap, of any range
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
         "ge gt iota is_finite le lt ne not one_minus_square or polynomial "
         "reduce_and reduce_or rem sin tan xor"
-    ): Row(Is.CHEAP),
-    "rsqrt": Row(Is.CHEAP, formula="inverse root"),
-    "sqrt": Row(Is.CHEAP, formula="root"),
+    ): Row(Trait.CHEAP),
+    "rsqrt": Row(Trait.CHEAP, formula="inverse root"),
+    "sqrt": Row(Trait.CHEAP, formula="root"),
     # Treated like an unknown operation, but known to run no program
     (
         "accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract "
@@ -296,11 +302,11 @@ def row_of(eqn: JaxprEqn) -> Row:
     return TABLE.get(name_of(eqn), UNKNOWN)
 
 
-def traits(eqn: JaxprEqn) -> Is:
+def traits(eqn: JaxprEqn) -> Trait:
     """The traits of an equation's operation."""
     return row_of(eqn).traits
 
 
-def traits_of(name: str) -> Is:
-    """The traits of the operation of this name; `Is(0)` if it is not in the table."""
+def traits_of(name: str) -> Trait:
+    """The traits of the operation of this name; `Trait(0)` if it is not in the table."""
     return TABLE.get(name, UNKNOWN).traits

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._programs.operations import Is, row_of, traits
+from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import lengths_of, shape_in
 
 
@@ -23,9 +23,9 @@ def is_product(eqn: JaxprEqn) -> bool:
     An inner product, which gives a single number, or one for each index of a batch, is
     none.
     """
-    if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
+    if Trait.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
-    if Is.OUTER not in traits(eqn):
+    if Trait.OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     # An inner product has no axis that is neither summed nor of the batch.

@@ -49,7 +49,7 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
     wide_dtype,
 )
 from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
-from optax_lossscale._programs.operations import Is, traits  # noqa: E402
+from optax_lossscale._programs.operations import Trait, traits  # noqa: E402
 from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_float  # noqa: E402
 from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
 from optax_lossscale._programs.walk import giving_results  # noqa: E402
@@ -85,7 +85,7 @@ def evaluated(program, compute):
             ins = read(eqn.invars)
             if is_entered(eqn):
                 inner = [evaluated(p, compute) for p, _ in giving_results(eqn)]
-                has_rule = traits(eqn) & (Is.JVP | Is.VJP)
+                has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
                 outs = inner[0](ins) if has_rule else enter(eqn, ins, inner)
             else:
                 outs = compute(eqn, ins)
@@ -97,7 +97,7 @@ def evaluated(program, compute):
 
 def widely(eqn, ins):
     """The results of an equation in float32, wherever possible."""
-    if Is.VARIES in traits(
+    if Trait.VARIES in traits(
         eqn
     ):  # on devices, where `in_wide` has stacks of all of them
         return bind(eqn, ins)

@@ -15,8 +15,8 @@ from optax_lossscale._programs.operations import (
     _ROWS,
     TABLE,
     UNKNOWN,
-    Is,
     Row,
+    Trait,
     row_of,
 )
 from optax_lossscale._programs.work import terms_of
@@ -113,9 +113,9 @@ def test_all_that_adds_many_says_how_many():
             2,
         ),
     }
-    adds_many = {name for name, row in TABLE.items() if Is.ADDS_MANY in row.traits}
+    adds_many = {name for name, row in TABLE.items() if Trait.ADDS_MANY in row.traits}
     assert functions.keys() == {
-        name for name in adds_many if Is.SENDS not in TABLE[name].traits
+        name for name in adds_many if Trait.SENDS not in TABLE[name].traits
     }
     for name, (function, terms) in functions.items():
         eqns = jax.make_jaxpr(function)(X).jaxpr.eqns
