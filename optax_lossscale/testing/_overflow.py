@@ -206,7 +206,7 @@ def _with_nan(experiment, place):
     return experiment.trial(experiment.loss_scale, {place: numbers})
 
 
-_LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
+_LEFT_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DRIFTED = "Devices hold copies of these outputs that differ:"
 _ONE_DECISION = """\
 So each takes the step by its own gradients, or decides by these whether to skip it. Average the
