@@ -413,7 +413,8 @@ def megatron(
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
       growth_interval: finite steps in a row after which the scale grows.
-      hysteresis: how many non-finite steps it takes to back off.
+      hysteresis: how many non-finite steps it takes to back off, counted anew when the
+        scale is due to grow.
 
     Example:
       >>> from optax_lossscale import presets

@@ -188,14 +188,12 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         return
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
-        "the order of the arguments is minimize(loss_fn, state, params, …), where … "
-        f"is what loss_fn takes besides params; got {first} and {second}, then "
-        f"{third}. loss_fn is the function itself, not a loss that it returned, and "
-        "the state the LossScaleState that tx.init(params) or the last step returned, "
-        "without what holds it. An nnx.Optimizer takes the step itself: "
-        "optimizer.update(model, scaled_grads, value=loss), after nnx.value_and_grad of "
-        "scale_gradient(loss, optimizer); so does an optimizer around this one, after "
-        "value_and_scaled_grad"
+        "the order of the arguments is minimize(loss_fn, state, params, …), got "
+        f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
+        "loss that it returned; the state is the one that tx.init(params) or the last "
+        "step returned, without what holds it. An optimizer around this one takes the "
+        "step itself: an nnx.Optimizer by optimizer.update(model, scaled_grads, "
+        "value=loss), with the gradients of scale_gradient(loss, optimizer)"
     )
 
 
