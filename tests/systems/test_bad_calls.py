@@ -464,7 +464,7 @@ PRESETS = {
         {"dynamic": "dynamic"},
         "dynamic must be one of True, False",
     ),
-    "tf_keras, fixed": ({"dynamic": False}, "give initial_scale"),
+    "tf_keras, fixed": ({"dynamic": False}, "pass initial_scale"),
     "tf_keras, steps": ({"dynamic_growth_steps": 2.5}, f"dynamic_growth_steps {INT}"),
     "keras": ({"dynamic_growth_steps": "2000"}, f"dynamic_growth_steps {INT}"),
     "pytorch": ({"enabled": "False"}, "enabled must be one of True, False"),
