@@ -4,7 +4,8 @@
     state = tx.init(params)
     loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)
 
-The docstring of each function has an example: `help(ols.with_loss_scale)`.
+Each function and each loss scale has an example in its docstring, as in
+`help(ols.with_loss_scale)`.
 
 Take a step:
     with_loss_scale          wraps an optimizer, to take the gradients of a scaled loss

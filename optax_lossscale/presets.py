@@ -413,7 +413,8 @@ def megatron(
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
       growth_interval: finite steps in a row after which the scale grows.
-      hysteresis: how many non-finite steps it takes to back off.
+      hysteresis: how many non-finite steps it takes to back off, counted anew when the
+        scale is due to grow.
 
     Example:
       >>> from optax_lossscale import presets
@@ -494,8 +495,8 @@ def fairseq(
       scale_window: finite steps in a row after which the scale grows.
       tolerance: how many overflows since the last back-off it takes to back off, as a
         share of the steps since the scale last changed.
-      threshold: a floor above `min_loss_scale`, at which the scale stays without an
-        error, or None.
+      threshold: the lowest scale to back off to, or None. If it is above
+        `min_loss_scale`, there is no error. A scale below it rises to it at a back-off.
       min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or
         below.
 
@@ -528,7 +529,7 @@ def openseq2seq_logmax(
     beta2: float = 0.999,
     overflow_std_dev: float = 3.09,
 ) -> LogMaxLossScale:
-    """OpenSeq2Seq's `LogMaxScaler`, which starts at 1 or the bound next to it.
+    """OpenSeq2Seq's `LogMaxScaler`, which starts at 1, clipped to the bounds.
 
     Args:
       scale_min: the floor.

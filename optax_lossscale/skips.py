@@ -77,7 +77,8 @@ def spikes(
     In any series of steps, it skips at most `max_skips` finite steps, and 1 more for
     every 20 applied steps whose norm is not 0. So if norms or losses rise for good, it
     skips about `max_skips` steps. Nothing is skipped while they rise by less than a
-    factor of `2**least` within a window. It does not matter how large they are.
+    factor of `2**least` within a window. Only ratios count: scaling all
+    norms, or all losses, changes nothing.
 
     Source: this library.
 
@@ -183,8 +184,8 @@ def axlearn(
 
     The clip, with its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A
-    rule that follows the norms learns nothing from skipped steps: if norms stay too
-    large, it skips every step.
+    threshold that follows the norms learns nothing from skipped steps: if norms stay
+    too large, every step is skipped.
 
     Args:
       drop_norm: a step with this norm or a larger one is skipped; or the result of
@@ -218,10 +219,14 @@ def drop_norm_by_grad_norm_ema(
 ) -> DropNorm:
     """A threshold for `axlearn`: a multiple of the mean norm.
 
+    The mean begins at 1: if the first norms reach the smallest multiplier, every step
+    is skipped. Then use `drop_norm_by_grad_norm_stddev`, which at first has no
+    threshold below 1e10.
+
     Source: AXLearn's function of this name.
 
     Args:
-      multipliers: the smallest of these is used.
+      multipliers: only the smallest matters, as its threshold is the lowest.
 
     Example:
       >>> from optax_lossscale import skips
@@ -241,7 +246,7 @@ def drop_norm_by_grad_norm_stddev(
     Args:
       min_count: how many steps must be applied before there is a threshold; until then,
         steps whose norms are below 1e10 are applied.
-      multipliers: the smallest of these is used.
+      multipliers: only the smallest matters, as its threshold is the lowest.
 
     Example:
       >>> from optax_lossscale import skips
@@ -275,7 +280,7 @@ def _half(length: int) -> int:
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
-    """The smallest multiplier: a norm that exceeds its threshold is skipped already."""
+    """The smallest multiplier, the only one that matters: its threshold is the lowest."""
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
         validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
     return min(validation.positive("multipliers", x) for x in multipliers)

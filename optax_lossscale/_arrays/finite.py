@@ -5,14 +5,14 @@ all of its gradients once before it applies any. Reading them is what the check 
 So the two numbers that some loss scales and skip rules measure, the largest gradient
 and the global norm, are computed in the same pass.
 
-`_by_platform` takes the floating-point and complex leaves of a tree, all others being
+`_reduce_tree` takes the floating-point and complex leaves of a tree, all others being
 finite, and puts leaves of one type into groups. The leaves of a group are combined
-elementwise (`_joined`) and reduced to one number by one kernel. Each question has two
-such forms, one for XLA's compiler for CPUs and one for all others.
+elementwise (`_joined`) and reduced to one number by one kernel. Each reduction is
+written twice, for XLA's compiler for CPUs and for all others.
 
 Under `jit` alone, arrays are global, and the compiler inserts what communication a
 reduction needs. Under `pmap` and `shard_map`, the check sees the numbers of one
-replica, and the answers of all replicas are reduced to one by `across`.
+replica, and the results of all replicas are reduced to one by `across`.
 """
 
 import functools
@@ -55,7 +55,7 @@ def all_finite(tree: Any) -> jax.Array:
       >>> bool(ols.all_finite({"w": jnp.array([1.0, jnp.nan])}))
       False
     """
-    return _by_platform(tree, _all_finite_on_cpu, _all_finite)
+    return _reduce_tree(tree, _all_finite_on_cpu, _all_finite)
 
 
 def largest(tree: Any) -> jax.Array:
@@ -64,7 +64,7 @@ def largest(tree: Any) -> jax.Array:
     A complex number counts as its larger part. The result is float32, shape (); 0 for a
     tree without floating-point and complex leaves.
     """
-    return _by_platform(tree, _largest_on_cpu, _largest)
+    return _reduce_tree(tree, _largest_on_cpu, _largest)
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
@@ -74,21 +74,21 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     infinite, though all numbers may be finite. Below about 1e-19 it may be 0, as CPUs
     flush subnormal squares to zero.
     """
-    sum_of_squares, finite = _by_platform(tree, _squares_on_cpu, _squares)
+    sum_of_squares, finite = _reduce_tree(tree, _squares_on_cpu, _squares)
     return jnp.sqrt(sum_of_squares), finite
 
 
-def _by_platform(
-    tree: Any, on_cpu: Callable[[Groups], T], default: Callable[[Groups], T]
+def _reduce_tree(
+    tree: Any, cpu_reduction: Callable[[Groups], T], reduction: Callable[[Groups], T]
 ) -> T:
-    """Answers a question about a tree in the form that suits the platform.
+    """Reduces groups of a tree's leaves in the way that suits the platform.
 
-    `on_cpu` and `default` are the two forms, each of which takes groups of leaves. The
-    choice is made when the program is lowered.
+    Both functions take groups and return the same. Which one runs is chosen when the
+    program is lowered.
 
-    If any leaf is known to lie on several devices, all platforms take `default`, with a
-    group for each leaf. If leaves are partitioned and that is not known, the answer is
-    the same, but devices exchange more. On CPU they exchange results for each leaf. And
+    If any leaf is known to lie on several devices, all platforms take `reduction`, with
+    a group for each leaf. If leaves are partitioned and that is not known, the result
+    is the same, but devices exchange more. On CPU they exchange results for each leaf. And
     they exchange whole leaves where a group holds leaves that are partitioned along
     different axes, or where the norm cuts leaves into rows.
     """
@@ -97,7 +97,7 @@ def _by_platform(
     if not leaves:
         leaves = [jnp.float32(0)]
     if any(map(is_on_several_devices, leaves)):
-        return default(_groups(leaves, 1))
+        return reduction(_groups(leaves, 1))
     # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
     # CPU there must be enough kernels to keep all cores busy. A GPU's compiler computes
     # the norm of a clip in the same pass for groups of four, but not of eight. A TPU's
@@ -105,9 +105,9 @@ def _by_platform(
     size_on_cpu = min(max(len(leaves) // 32, 1), 8)
     return lax.platform_dependent(
         leaves,
-        cpu=lambda leaves: on_cpu(_groups(leaves, size_on_cpu)),
-        tpu=lambda leaves: default(_groups(leaves, 1)),
-        default=lambda leaves: default(_groups(leaves, 4)),
+        cpu=lambda leaves: cpu_reduction(_groups(leaves, size_on_cpu)),
+        tpu=lambda leaves: reduction(_groups(leaves, 1)),
+        default=lambda leaves: reduction(_groups(leaves, 4)),
     )
 
 
@@ -174,20 +174,18 @@ def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
 # leaf's size. A reduction with two outputs becomes a single pass at the speed of
 # memory, in every dtype and with the unscaling fused into it. So each function below
 # reduces two things at once: what it computes, and the flags of finiteness. The check
-# by itself takes a second question whose answer the flags imply. (The largest value
-# alone is not enough for it, as a max loses NaNs on CPU.) Of partitioned leaves, XLA
-# makes no all-reduce for two outputs, but gathers the results of all devices for each
-# leaf: hence the default for these.
+# needs one output only, so it adds a dummy, `x == x`, for the single pass. (The largest
+# value alone would not show a NaN, as a max loses NaNs on CPU.) Of partitioned leaves,
+# XLA makes no all-reduce for two outputs, but gathers the results of all devices for
+# each leaf: hence the other reduction for these.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
-    """Whether all numbers are finite, asked beside whether each equals itself."""
+    """Whether all numbers are finite; bool, shape ()."""
     sums = _finite_sums(groups)
-    equal_itself = [lax.eq(x, x) for x in sums]
-    no_nan, finite = _reduced_beside_check(
-        lax.bitwise_and, np.True_, equal_itself, sums
-    )
-    flags = no_nan & finite
+    dummy = [lax.eq(x, x) for x in sums]  # XLA fuses only a two-output reduction
+    no_nan, finite = _reduced_beside_check(lax.bitwise_and, np.True_, dummy, sums)
+    flags = no_nan & finite  # uses the dummy, so that no compiler removes it
     return flags.all()
 
 

@@ -24,7 +24,8 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
 # Half of a bfloat16 number's last place. It is added before the lower half of the bits
-# is cut off, which rounds the upper half. So if nothing was dropped, this is the rest.
+# is cut off, which rounds the upper half; the rest of an exact
+# bfloat16 number is therefore 0x8000.
 _HALF = np.uint32(0x8000)
 _UPPER = np.uint32(0xFFFF0000)
 _UNSIGNED = np.uint32(0x7FFFFFFF)

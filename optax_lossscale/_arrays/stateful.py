@@ -244,13 +244,18 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
 
     That is an instance with its configuration, and with state of the same shapes.
     """
-    shapes = jax.tree.map(np.shape, new)
-    if shapes != jax.tree.map(np.shape, old):
+    is_of_its_structure = jax.tree.structure(new) == jax.tree.structure(old)
+    if not is_of_its_structure or _shapes(new) != _shapes(old):
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
             f"{method}. Got {validation.shown(new)}"
         )
+
+
+def _shapes(stateful: Any) -> list[tuple[int, ...]]:
+    """The shapes of a tree's leaves."""
+    return [np.shape(x) for x in jax.tree.leaves(stateful)]
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:

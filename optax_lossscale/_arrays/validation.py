@@ -1,12 +1,13 @@
 """Checks of arguments, and errors that say what is allowed and what was given.
 
 A `Check` takes an argument's name and its value, and by keyword what is allowed where
-that differs, as `int_between("margin", 3, least=0, most=24)`. It returns the value,
-with a NumPy scalar or an array of shape () as a Python number, and raises a
-`ValueError` if the value is not allowed. A function whose name begins with `check_`
-returns nothing, but raises if an argument is of the wrong type, or does not fit the
-others. All checks run in Python, also while a step is traced, and read no traced
-number.
+that differs, as `int_between("margin", 3, least=0, most=24)`. It returns the value, or
+raises a `ValueError` if the value is not allowed. A check of a number also takes a
+NumPy scalar or an array of shape (), and returns a Python number.
+
+A function whose name begins with `check_` returns nothing, but raises if an argument is
+of the wrong type, or does not fit the others. All checks run in Python, also while a
+step is traced, and read no traced number.
 """
 
 import contextlib
@@ -244,7 +245,10 @@ def check_transformation(name: str, value: Any) -> None:
 
 
 def argnums_tuple(value: Any) -> tuple[int, ...]:
-    """An `argnums`, an int or a sequence of ints, as a tuple; raises for others."""
+    """An `argnums`, an int or a sequence of ints, as a tuple.
+
+    Raises a `TypeError` for anything else, and a `ValueError` for an int given twice.
+    """
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
     got = shown(value)
     for position in positions:

@@ -41,6 +41,7 @@ class DynamicLossScale(LossScale):
             if growth_counter == growth_interval:
                 growth_counter = 0
                 loss_scale = min(loss_scale * growth_factor, max_scale)
+                hysteresis_left = hysteresis    # with hysteresis_refill="growth"
         else:
             growth_counter = 0
             if hysteresis_left > 1:
@@ -60,7 +61,8 @@ class DynamicLossScale(LossScale):
         None, there is no floor, but the scale does not leave float32's normal range.
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale does not leave float32's range.
-      hysteresis: how many non-finite steps it takes to back off.
+      hysteresis: how many non-finite steps it takes to back off, counted anew whenever
+        `hysteresis_left` is refilled.
       hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also at a back-off, as in tf.contrib. With `"finite"`, at each

@@ -63,19 +63,28 @@ class HeadroomLossScale(LossScale):
             overflows += 1
             if overflows == 1: memory = clip(2 * memory, 32, 512)
             if overflows >= 1: reserve = ceil(reserve + min(reserve + 1, 32))
+        elif all gradients are zero:
+            fall = 1 / (64 * max(memory, 32))
+            largest -= fall
+            fade(fall)
         else:
-            fall = 1 / memory if size is measured else 1 / (64 * max(memory, 32))
-            overflows = min(overflows, 0)
             if size > largest + margin:         # the overflow was due to the size
                 reserve = overflows = 0
-            elif reserve >= 32:                 # it was the batch: excuse 64 more
-                reserve = 0
-                overflows = -64
             else:
-                reserve = max(reserve - (1 + reserve) * fall, 0)
-            largest = max(size, largest - (1 + max(largest - size, 0) / 10) * fall)
+                fade(1 / max(memory, 1e-3))
+            fall = (1 + max(largest - size, 0) / 10) / max(memory, 1e-3)
+            largest = max(size, largest - fall)
             memory = memory + 2 if memory < 32 else max(memory * (1 - 1 / 4096), 32)
         loss_scale = 2 ** floor(16 - margin - largest - reserve)
+
+    where `fade(fall)` is::
+
+        if reserve >= 32:                       # it was the batch: excuse 64 more
+            reserve = 0
+            overflows = -64
+        else:
+            reserve = max(reserve - (1 + reserve) * fall, 0)
+            overflows = min(overflows, 0)
 
     An overflow means that some gradient is too large for the scale, or that the batch
     is broken. So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until
@@ -83,9 +92,8 @@ class HeadroomLossScale(LossScale):
     helped. Each row of overflows doubles the `memory`: the number of steps, 0 at first,
     in which `largest` and `reserve` fall by at least a bit.
 
-    A step whose gradients are all zero measures nothing: `memory` stays, and `largest`
-    falls by `fall`. Such gradients may be rare, or may all have underflowed. So without
-    a reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
+    Gradients that are all zero may be rare, or may all have underflowed. So without a
+    reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
     power of two between 2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.

@@ -187,7 +187,7 @@ class LossScale(Stateful):
         into two factors, and a barrier keeps XLA from multiplying them.
         """
         scale = lax.optimization_barrier(self)()
-        is_huge = scale > 2.0**100
+        is_huge = scale > 2.0**126
         shift = jnp.where(is_huge, 4.0, 1.0).astype(dtype)
         # Both are quotients, as anything simpler would be recomputed in the kernel of
         # each leaf.

@@ -47,8 +47,9 @@ class ToleranceLossScale(LossScale):
       growth_interval: finite steps in a row after which the scale grows.
       factor: multiplies the scale to grow, and divides it to back off; at least 1.
       tolerance: the share of overflows that it takes to back off, in [0, 1].
-      threshold: a floor above `min_scale`, at which the scale stays without being
-        exhausted, or None.
+      threshold: the lowest scale to back off to, or None. If it is above `min_scale`,
+        the scale is never exhausted. A scale below it rises to it at a back-off, as in
+        the original.
       min_scale: a bound that the scale always stays above.
 
     Attributes:

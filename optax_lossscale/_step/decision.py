@@ -3,14 +3,14 @@
 A step is applied if
 
 1. its unscaled gradients are finite (unless `skip=None`), and the loss scale's `update`
-   agrees, which by default is the same question;
+   agrees, which by default checks the same;
 2. the true loss is finite, if the step is given one (unless `skip=None`);
 3. the skip rule, if there is one, does not take it for a spike.
 
-The answer to each question is a `Flag`. All replicas must decide alike, or their
-parameters would differ from then on. So with an `axis_name`, all that the decision
-depends on is first reduced over that axis: flags by a minimum, the norm by a maximum,
-and the loss by its mean.
+Each of the three is a `Flag`. All replicas must decide alike, or their parameters would
+differ from then on. So with an `axis_name`, all that the decision depends on is first
+reduced over that axis: flags by a minimum, the norm by a maximum, and the loss by its
+mean.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -41,8 +41,9 @@ Skip = SkipRule | Literal["nonfinite"]
 # A bool, shape (); or Python's True where nothing was checked
 Flag: TypeAlias = jax.Array | Literal[True]
 
-# These find every number that is not finite. After another `update`, such as that of a
-# fixed scale or of the user's own class, the gradients are checked here.
+# The `update` methods that find every number that is not finite. After any other, such
+# as that of a fixed scale, the gradients are checked here. The methods are listed, not
+# their classes, as a class of the user's may inherit from these and override `update`.
 _CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
 
 

@@ -41,8 +41,8 @@ def get(identifier: LossScaleLike) -> LossScale:
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: itself.
         - A dict from `get_config`: the loss scale that it describes.
-        - A dict with the key `"preset"`: what the function of `presets` of that name
-          returns, with the other items as its arguments.
+        - A dict with the key `"preset"`: what the function or class of that name in
+          `presets` returns, with the other items as its arguments.
 
     Returns:
       The `LossScale`, in its initial state unless it was passed itself.

@@ -29,6 +29,8 @@ from optax_lossscale._step.grad_dtype import (
 from optax_lossscale._step.inputs import check_arrays, check_scalar
 from optax_lossscale._step.master_weights import check_nothing_follows
 
+_INFINITE_IN_FLOAT16 = 65520  # from here on, numbers round to infinity, not to 65504
+
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
@@ -94,15 +96,15 @@ def _scaled_tangent(primals, tangents):
 
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
-    """Warns of a float16 loss if the loss scale may reach 2**16, where it overflows."""
+    """Warns of a float16 loss if the loss scale may be infinite in float16."""
     highest = getattr(loss_scale, "max_scale", None)
     if isinstance(loss_scale, FixedLossScale):
         highest = loss_scale.initial_scale
-    is_low = highest is not None and highest < 2**16
+    is_low = highest is not None and highest < _INFINITE_IN_FLOAT16
     if getattr(loss, "dtype", None) == jnp.float16 and not is_low:
         validation.warn(
             "the loss is float16, where its gradient, the loss scale, is infinite "
-            "from 2**16 on. Compute it in float32: jnp.mean((prediction - "
+            f"from {_INFINITE_IN_FLOAT16} on. Compute it in float32: jnp.mean((prediction - "
             "target).astype(jnp.float32) ** 2)"
         )
 

@@ -128,8 +128,9 @@ def _zero_unless_finite(x: Any) -> Any:
 def _check_fit(grads: Any, params: Any) -> None:
     """Raises unless each gradient fits its parameter.
 
-    A gradient that fits has the shape of its parameter, after any batch axes, and
-    floats if the parameter has floats.
+    A gradient that fits has the shape of its parameter, and floats if the parameter has
+    floats. Leading batch axes are allowed, for inner transformations that take a
+    gradient per example.
     """
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
     for (path, param), grad in pairs:

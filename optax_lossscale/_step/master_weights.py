@@ -44,9 +44,10 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: what the parameters lack to be the float32 numbers that are
-        trained: a tree like the parameters, of uint16 arrays for bfloat16, float32
-        arrays for float16, and `optax.MaskedNode()` for all others.
+      master_weights: what is kept of the float32 numbers that are trained, which
+        `weights` puts together: a tree like the parameters, of uint16 arrays for
+        bfloat16, the bits that these lack; of float32 arrays for float16, the numbers
+        themselves; and of `optax.MaskedNode()` for all others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -229,15 +230,14 @@ def _not_outermost(fault: str) -> ValueError:
 
 
 def _is_chain(state: Any) -> bool:
-    """Whether this is a state of `optax.chain` or `named_chain`, a tuple or a dict.
+    """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
 
     Its parts are states themselves. So a tuple of arrays, as another transformation may
     keep for the parameters, is no chain.
     """
-    is_tuple = type(state) in (tuple, OrderedDict)
-    return is_tuple and all(
-        hasattr(x, "_fields") or _is_chain(x) for x in _parts(state)
-    )
+    if type(state) not in (tuple, OrderedDict):
+        return False
+    return all(hasattr(x, "_fields") or _is_chain(x) for x in _parts(state))
 
 
 def _parts(state: Any) -> list[Any]:

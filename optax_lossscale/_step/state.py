@@ -110,7 +110,7 @@ def check_configuration(
             )
 
 
-_WITH_OTHER_SCALE = "tx.init(params)._replace(inner_state=state.inner_state)"
+_WITH_OTHER_SCALE = "state._replace(loss_scale=tx.init(params).loss_scale)"
 _WITH_OTHER_RULE = "state._replace(skip_rule=tx.init(params).skip_rule)"
 
 

@@ -79,7 +79,7 @@ class _Fault(NamedTuple):
 
 
 def _exhausted(loss_scale: LossScale) -> _Fault | None:
-    """The fault of a loss scale that cannot be lowered, if it has it."""
+    """The fault, if the loss scale cannot be lowered; else None."""
     if not loss_scale.exhausted():
         return None
     has_floor = getattr(loss_scale, "min_scale", None) is not None
@@ -91,7 +91,7 @@ def _exhausted(loss_scale: LossScale) -> _Fault | None:
 
 
 def _skipped_by_rule(state: LossScaleState, most: int) -> _Fault | None:
-    """The fault of a rule that skips too many finite steps, if it has it."""
+    """The fault, if the rule skips too many finite steps; else None."""
     rule = state.skip_rule
     if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
         return None
@@ -106,7 +106,7 @@ def _skipped_by_rule(state: LossScaleState, most: int) -> _Fault | None:
 
 
 def _skipped_in_a_row(state: LossScaleState, most: int) -> _Fault | None:
-    """The fault of too many skipped steps in a row, if there were so many."""
+    """The fault, if too many steps were skipped in a row; else None."""
     if state.consecutive_skipped_steps <= most:
         return None
     return _Fault(

@@ -28,7 +28,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
         train state or an `nnx.Optimizer` that holds it.
       new: any pytree that the step made; leaves that are not arrays are returned as
         they are.
-      old: the values before the step, a tree of the same structure.
+      old: the values before the step, a tree of the same structure, with arrays in the
+        same places.
 
     Returns:
       A tree of the structure and the dtypes of `old`, with the values of `new` or those
@@ -59,10 +60,13 @@ def where_applied(state: Any, new: T, old: T) -> T:
     _check_is_copy(old, new)
 
     def chosen(old, new):
+        if is_array_leaf(old) != is_array_leaf(new):
+            raise ValueError(
+                "new and old must have arrays in the same places; got "
+                f"{shown(new)} for {shown(old)}"
+            )
         if not is_array_leaf(old):
             return new
-        if not is_array_leaf(new):
-            raise ValueError(f"new has {shown(new)} where old has an array")
         old = strong(old)
         new = jnp.asarray(new)
         _check_holds(old, new)

@@ -188,14 +188,12 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         return
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
-        "the order of the arguments is minimize(loss_fn, state, params, …), where … "
-        f"is what loss_fn takes besides params; got {first} and {second}, then "
-        f"{third}. loss_fn is the function itself, not a loss that it returned, and "
-        "the state the LossScaleState that tx.init(params) or the last step returned, "
-        "without what holds it. An nnx.Optimizer takes the step itself: "
-        "optimizer.update(model, scaled_grads, value=loss), after nnx.value_and_grad of "
-        "scale_gradient(loss, optimizer); so does an optimizer around this one, after "
-        "value_and_scaled_grad"
+        "the order of the arguments is minimize(loss_fn, state, params, …), got "
+        f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
+        "loss that it returned; the state is the one that tx.init(params) or the last "
+        "step returned, without what holds it. An optimizer around this one takes the "
+        "step itself: an nnx.Optimizer by optimizer.update(model, scaled_grads, "
+        "value=loss), with the gradients of scale_gradient(loss, optimizer)"
     )
 
 
@@ -251,8 +249,8 @@ def with_loss_scale(
           it is passed to the step as `value`; whatever the loss scale is.
         - A rule from `skips`: the same steps, and finite ones that the rule takes for
           spikes. A spike leaves the loss scale as it was, as if there had been no step.
-          So does a step whose norm is 2**64 or more, which is infinite in float32; it
-          does not count as skipped by the rule. The rule sees the global norm of the
+          So does a step whose squared gradients sum to infinity in float32; it does
+          not count as skipped by the rule. The rule sees the global norm of the
           unscaled gradients that `mask` keeps, and the loss, passed as `value` or, as
           in MaxText and Levanter, as `loss`. (Without a rule, `loss` is not looked at.)
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
@@ -266,8 +264,9 @@ def with_loss_scale(
     Raises:
       TypeError: if `inner` is not a transformation; in `init`, if a parameter is not an
         array.
-      ValueError: for other argument values; in `init`, if a part of `inner` is already
-        wrapped, or if something comes after `with_master_weights`.
+      ValueError: for a `loss_scale`, `mask`, `branch` or `skip` that is not allowed; in
+        `init`, if a part of `inner` is already wrapped, or if something comes after
+        `with_master_weights`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

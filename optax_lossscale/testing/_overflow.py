@@ -84,7 +84,7 @@ def assert_survives_overflow(
       >>> ols.testing.assert_survives_overflow(wrong, params, mean, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step does not survive an overflow. A loss scale that overflows, at...
+      AssertionError: the step does not survive an overflow. At a loss scale where gradients...
     """
     check_keywords(step, ["ignore"], args)
     experiment = Experiment("assert_survives_overflow", step, args, kwargs)
@@ -206,7 +206,7 @@ def _with_nan(experiment, place):
     return experiment.trial(experiment.loss_scale, {place: numbers})
 
 
-_LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
+_LEFT_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DRIFTED = "Devices hold copies of these outputs that differ:"
 _ONE_DECISION = """\
 So each takes the step by its own gradients, or decides by these whether to skip it. Average the

@@ -136,7 +136,7 @@ def _fault(experiment, ignore):
     differing = _differing(all_series, falling, infinite)
     return (
         _divided(by_powers)
-        or _overflow_applied(infinite, differing)
+        or _says_applied(infinite, differing)
         or _multiplied(by_powers, all_series, usual)
         or _in_carry(experiment, overflowing, falling, all_series, differing)
         or _at_growth(experiment, falling, all_series)
@@ -235,10 +235,10 @@ def _divided(by_powers):
     return listed(_BY_A_POWER, _named(negative), _DIVIDED)
 
 
-def _overflow_applied(infinite, differing):
-    """The fault that a step is applied at an infinite loss scale."""
-    is_told = infinite.was_applied and not infinite.is_silent
-    if is_told and infinite.is_infinite:
+def _says_applied(infinite, differing):
+    """The fault that a step says it was applied at an infinite loss scale."""
+    says_applied = infinite.was_applied and not infinite.is_silent
+    if says_applied and infinite.is_infinite:
         return applied_at_infinity(differing)
     return ""
 

@@ -80,9 +80,13 @@ def applied_at_infinity(outputs: Iterable[Path]) -> str:
     return listed(_APPLIED, outputs, APPLIED_REMEDY)
 
 
-_LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
+_LEFT = (
+    "At a loss scale where gradients overflow, so that the step should be skipped, it "
+    "changed:"
+)
 _APPLIED = (
-    "The loss scale is infinite, gradients should overflow, but the step is applied, to"
+    "At an infinite loss scale, where all gradients overflow, the step was applied. It "
+    "changed:"
 )
 KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's

@@ -113,6 +113,8 @@ def same(x: LossScale, y: LossScale) -> bool:
 
     True if one of them is fixed, as it has no state that could differ.
     """
-    numbers = map(flat, jax.tree.leaves(x))
-    others = map(flat, jax.tree.leaves(y))
-    return all(map(equal, numbers, others))
+    numbers = [flat(number) for number in jax.tree.leaves(x)]
+    others = [flat(number) for number in jax.tree.leaves(y)]
+    if not numbers or not others:
+        return True
+    return len(numbers) == len(others) and all(map(equal, numbers, others))

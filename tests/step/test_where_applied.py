@@ -116,6 +116,7 @@ def test_other_trees_and_shapes_are_refused():
         (1.0, jnp.ones(3)),
         (jnp.ones(3), 1.0),
         ("x", 1.0),
+        (jnp.nan, "x"),
         (None, 1.0),
         ([1.0, 2.0], jnp.ones(2)),
     ]

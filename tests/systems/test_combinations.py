@@ -208,12 +208,16 @@ def test_a_state_of_another_configuration_is_refused_and_goes_on_with_the_new_on
     tx = ols.with_loss_scale(optax.adam(0.1), LS)
     old = ols.with_loss_scale(optax.adam(0.1), given)
     grads = jax.tree.map(jnp.ones_like, PARAMS)
-    params, state = old.apply_gradients(grads, old.init(PARAMS), PARAMS)
+    overflow = jax.tree.map(lambda x: x * jnp.inf, grads)
+    _, state = old.apply_gradients(overflow, old.init(PARAMS), PARAMS)
+    params, state = old.apply_gradients(grads, state, PARAMS)
     with pytest.raises(ValueError, match="has another configuration") as error:
         tx.update(grads, state, params)
     migration = str(error.value).split(": ")[-1]
     migrated = eval(migration, {"tx": tx, "params": params, "state": state})
-    chex.assert_trees_all_equal(migrated.inner_state, state.inner_state)
+    chex.assert_trees_all_equal(
+        migrated._replace(loss_scale=None), state._replace(loss_scale=None)
+    )
     _, after = tx.update(grads, migrated, params)
     assert after.loss_scale() == LS()
 
