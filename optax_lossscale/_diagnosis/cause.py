@@ -85,7 +85,7 @@ def cause_in_float32(note: Note) -> Cause:
             note = reads[0]
         else:
             break
-    if note.is_passed:
+    if note.stays_narrow:
         return Cause(How.IS_A_KERNEL, note)
     how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
     return Cause(how, note, is_in_float32=True)
@@ -115,7 +115,7 @@ def _how(note: Note) -> tuple[How, Note]:
     That is an earlier equation if it made the numbers that this one only moves, lost
     those that this one needs, or rounded them to a limit.
     """
-    if note.is_passed:
+    if note.stays_narrow:
         return How.IS_A_KERNEL, note
     how = _how_not_finite(note) if note.bad else _how_off(note)
     if note.bad and how is How.VANISHES:

@@ -17,6 +17,7 @@ from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Trait, traits_of
+from optax_lossscale._programs.values import is_inexact_dtype
 
 THE_LOSS = "the loss"
 """What reports call the loss. No parameter has this name or one of the two below."""
@@ -66,7 +67,7 @@ class Note(Figures):
       rounds: the rounds of the loops around it, the outermost first, from 0.
       is_backward: whether it is of the backward pass, and so in proportion to the loss
         scale.
-      is_passed: whether float32's was computed in 16 bits as well.
+      stays_narrow: whether the reference was computed in 16 bits as well.
       reads: the notes of its operands, which are left out in a report.
       before: how far the worst of its operands is from float32's, as `error` is.
       nearest: the parameters that are the fewest equations before it, in a report.
@@ -77,7 +78,7 @@ class Note(Figures):
     position: int = 0
     rounds: tuple[int, ...] = ()
     is_backward: bool = False
-    is_passed: bool = False
+    stays_narrow: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
     before: float = 0.0
     nearest: tuple[str, ...] = ()
@@ -91,6 +92,14 @@ class Note(Figures):
     def is_argument(self) -> bool:
         """Whether it is of an argument of the program, moved or not."""
         return self.place.name != ""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the reference takes its floats as the program computes them.
+
+        It does if the equation runs once, as an `io_callback` has to.
+        """
+        return is_inexact_dtype(self.dtype) and self.is_any(Trait.ONCE)
 
     @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:
@@ -139,7 +148,7 @@ def note_of(
     reads: Sequence[Note],
     rounds: tuple[int, ...],
     position: int = 0,
-    is_passed: bool = False,
+    stays_narrow: bool = False,
 ) -> Note:
     """The note of a result that has these figures, with what follows from `reads`."""
     before = max((read.error for read in reads), default=0.0)
@@ -150,7 +159,7 @@ def note_of(
         position=position,
         rounds=rounds,
         is_backward=any(read.is_backward for read in reads),
-        is_passed=is_passed,
+        stays_narrow=stays_narrow,
         reads=reads,
         before=before,
     )

@@ -19,6 +19,7 @@ from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
+from optax_lossscale._programs.operations import Trait, traits_of
 
 _SHOWN = 8  # the rows and lines of a kind
 
@@ -87,8 +88,8 @@ class Diagnosis(Findings):
       underflow: how many gradients underflow, by the path of parameters without its
         numbers. The group "all" comes first, and then the one that loses most. Groups
         that lose 1% or less are left out.
-      not_compared: operations that run in 16 bits only, such as kernels, each with its
-        line.
+      not_compared: operations that have no float32 version, each with its line: those
+        that run in 16 bits only, such as kernels, and callbacks that run once.
       table: a row for each result that is computed.
     """
 
@@ -168,9 +169,15 @@ class Diagnosis(Findings):
             )
 
     def _not_compared(self) -> Iterator[str]:
-        """Sentences about what computes in 16 bits also where float32 is computed."""
+        """Sentences about operations that have no float32 version."""
         for operation, source in self.not_compared:
-            yield f"Not compared: what {operation} computes in 16 bits at {source}."
+            if Trait.ONCE in traits_of(operation):
+                what = (
+                    f"{operation} at {source}, whose results float32 takes as they are"
+                )
+            else:
+                what = f"what {operation} computes in 16 bits at {source}"
+            yield f"Not compared: {what}."
 
     def _scales(self) -> Iterator[str]:
         """Sentences about the loss scale that fits, and the first overflow."""

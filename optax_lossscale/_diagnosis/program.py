@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
     # floats. Others have the note of the first operand, as they have all of its numbers,
     # or are integers.
     noted: Mapping[int, Var]
-    is_passed: bool  # whether it computes in 16 bits also where float32 is computed
+    stays_narrow: bool  # whether it computes in 16 bits although it is given float32
 
 
 class Piece(NamedTuple):
@@ -93,8 +93,13 @@ def _instruction(eqn: JaxprEqn, around: Place) -> Instruction:
     """An equation in its place, with the programs of a loop or branch in pieces."""
     place = _place_of(eqn, around)
     held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    is_passed = Trait.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
-    return Instruction(eqn, place, held, _noted(eqn), is_passed)
+    return Instruction(
+        eqn,
+        place,
+        held,
+        _noted(eqn),
+        stays_narrow=not held and stays_narrow(eqn),
+    )
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:

@@ -84,9 +84,13 @@ class Runs(NamedTuple):
 
     @property
     def not_compared(self) -> tuple[tuple[str, str], ...]:
-        """What computes in 16 bits even in float32: each operation with its line."""
-        passed = [note for note in self.at_1.notes if note.is_passed]
-        return tuple(dict.fromkeys((one.primitive, one.source) for one in passed))
+        """Each operation that has no float32 version, with its line."""
+        operations = [
+            (note.primitive, note.source)
+            for note in self.at_1.notes
+            if note.stays_narrow or note.is_shared
+        ]
+        return tuple(dict.fromkeys(operations))
 
 
 def runs_of(gradient: Gradient) -> Runs:

@@ -211,7 +211,7 @@ class Shadow:
                     reads,
                     around.rounds,
                     position,
-                    is_passed=instruction.is_passed and is_float(v),
+                    stays_narrow=instruction.stays_narrow and is_float(v),
                 )
                 notes[v] = note
                 self._notes.append(note)
