@@ -78,16 +78,16 @@ def cause_in_float32(note: Note) -> Cause:
     """
     while True:
         reads = _not_finite(note)
-        nans = [read for read in reads if read.nan_true]
-        if note.nan_true and nans:
+        nans = [read for read in reads if read.is_reference_nan]
+        if note.is_reference_nan and nans:
             note = nans[0]
-        elif reads and not (note.nan_true and _is_mask(note)):
+        elif reads and not (note.is_reference_nan and _is_mask(note)):
             note = reads[0]
         else:
             break
     if note.stays_narrow:
         return Cause(How.IS_A_KERNEL, note)
-    how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
+    how = How.IS_UNDEFINED if note.is_reference_nan else How.OVERFLOWS
     return Cause(how, note, is_in_float32=True)
 
 
@@ -103,7 +103,7 @@ def _is_mask(note: Note) -> bool:
 
 def _not_finite(note: Note) -> list[Note]:
     """The operands that are not finite in float32."""
-    return [read for read in note.reads if not read.is_finite]
+    return [read for read in note.reads if not read.is_reference_finite]
 
 
 # --- what the equation at fault does ---

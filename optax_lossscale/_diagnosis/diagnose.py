@@ -133,7 +133,7 @@ def _findings(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
-        loss=float(run.loss.pair.low),
+        loss=float(run.loss.pair.actual),
         loss_in_float32=_loss_in_float32(runs),
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
@@ -144,7 +144,7 @@ def _findings(
         choices=tuple(choices),
         initial_scale=runs.fit.scale,
         overflow=overflow.row if overflow else None,
-        has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
+        has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite,
         off_without=_off_without(runs, off),
         underflow=_underflow(gradient, runs, off),
@@ -155,9 +155,9 @@ def _findings(
 
 def _loss_in_float32(runs: Runs) -> float:
     """The loss in float32: by the program's choices, or else its own if it is finite."""
-    loss = runs.fitting.loss.pair.true
+    loss = runs.fitting.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
-        loss = runs.in_float32.loss.pair.low
+        loss = runs.in_float32.loss.pair.actual
     return float(loss)
 
 

@@ -64,7 +64,7 @@ def while_loop(
     for n in itertools.count():
         operands = [*consts, *carry]
         (flags,) = run(condition, [operands[i] for i in of_condition], n)
-        goes_on = np.asarray(flags.pair.low)
+        goes_on = np.asarray(flags.pair.actual)
         if not goes_on.any():
             break
         operands = [*consts, *_filled(goes_on, carry)]
@@ -79,7 +79,7 @@ def cond(
     """The results of a `cond`, in which several devices may take different branches."""
     branches = instruction.programs
     index, *operands = ins
-    chosen = np.clip(index.pair.low, 0, len(branches) - 1)
+    chosen = np.clip(index.pair.actual, 0, len(branches) - 1)
     first, *others = np.unique(chosen)
     results = run(branches[first], _filled(np.asarray(chosen == first), operands))
     for number in others:

@@ -69,7 +69,7 @@ class Note(Figures):
         scale.
       stays_narrow: whether the reference was computed in 16 bits as well.
       reads: the notes of its operands, which are left out in a report.
-      before: how far the worst of its operands is from float32's, as `error` is.
+      before: how far the worst of its operands is from the reference, as `error` is.
       nearest: the parameters that are the fewest equations before it, in a report.
     """
 

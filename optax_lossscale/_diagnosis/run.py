@@ -51,12 +51,12 @@ class Run(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether loss and gradients are finite as the program computes them."""
-        return all(np.isfinite(x.pair.low).all() for x in self.results.values())
+        return all(np.isfinite(x.pair.actual).all() for x in self.results.values())
 
     @property
-    def is_finite_in_float32(self) -> bool:
-        """Whether loss and gradients are finite in float32."""
-        return all(np.isfinite(x.pair.true).all() for x in self.results.values())
+    def is_reference_finite(self) -> bool:
+        """Whether the references of loss and gradients are finite."""
+        return all(np.isfinite(x.pair.reference).all() for x in self.results.values())
 
 
 class Fit(NamedTuple):
@@ -109,7 +109,7 @@ def runs_of(gradient: Gradient) -> Runs:
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
     for note in notes_of(run.results.values()):
-        if note.error > TOLERANCE or not note.is_finite:
+        if note.error > TOLERANCE or not note.is_reference_finite:
             return True
     for note in run.notes:
         is_off_inside = note.off_share > LARGE_SHARE and not note.is_backward
@@ -120,7 +120,7 @@ def _is_in_doubt(run: Run) -> bool:
 
 def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     """Which scale fits, by the run at a loss scale of 1 and perhaps further ones."""
-    if not at_1.is_finite_in_float32 or not np.isfinite(at_1.loss.pair.low):
+    if not at_1.is_reference_finite or not np.isfinite(at_1.loss.pair.actual):
         return Fit(at_1)
     first, overflow = first_overflow(at_1.notes, at_1.scale)
     largest = first - 1

@@ -147,10 +147,10 @@ def _sizes_lost_left(at_1: Value, fitting: Value) -> np.ndarray:
 
     Those that no scale keeps are left out.
     """
-    sizes = _sizes(at_1.pair.true)
+    sizes = _sizes(at_1.pair.reference)
     may_be_kept = sizes > sizes.max(initial=0) * _REACH
     # What is gone at a scale at which float16 holds it has cancelled.
-    is_held = _sizes(fitting.pair.true) >= limits(np.float16)[1]
+    is_held = _sizes(fitting.pair.reference) >= limits(np.float16)[1]
     has_cancelled = _is_gone(fitting) & is_held
     lost = _is_gone(at_1) & ~has_cancelled
     left = _is_gone(fitting) & ~is_held
@@ -164,7 +164,7 @@ def _sizes(x: ArrayLike) -> np.ndarray:
 
 def _is_gone(value: Value) -> np.ndarray:
     """Which numbers of a gradient are zero, or subnormal if it was made in float16."""
-    sizes = _sizes(value.pair.low)
+    sizes = _sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:
         return sizes < limits(np.float16)[1]
     return sizes == 0

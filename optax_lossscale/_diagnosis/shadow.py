@@ -89,7 +89,7 @@ class Shadow:
     def _argument(self, one: Argument) -> Value:
         """The value of an argument of the whole program."""
         pair = exact(one.array, self._widths)
-        figures = Figures() if pair.true is None else pair.compared().figures
+        figures = Figures() if pair.reference is None else pair.compared().figures
         note = Note(
             **vars(figures),
             place=Place(name=one.name, is_parameter=one.is_parameter),

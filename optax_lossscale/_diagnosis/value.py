@@ -34,7 +34,7 @@ def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
     if not reads:
         return Value(pair)
     first = reads[0]
-    if not is_float(pair.low):
+    if not is_float(pair.actual):
         return Value(pair, first)
     with np.errstate(over="ignore"):
         figures = pair.compared().figures

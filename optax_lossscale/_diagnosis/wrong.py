@@ -83,7 +83,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
         if note is None:  # it is a constant, and so exact
             if name == THE_LOSS:
                 off[name] = 0.0
-        elif not note.is_finite:
+        elif not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
             wrong.append(_entry(name, math.inf, cause, run))
         elif _can_be_judged(runs, name, note):
@@ -156,7 +156,7 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
     """
     if runs.in_float32:
-        by_own_choices = runs.in_float32.results[name].pair.low
+        by_own_choices = runs.in_float32.results[name].pair.actual
         if np.isfinite(by_own_choices).all():
             before = set(all_before([note]))
             for one in runs.fitting.notes:
