@@ -17,7 +17,7 @@ import numpy as np
 from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.values import Array
-from optax_lossscale._programs.walk import arguments_of, carried_by
+from optax_lossscale._programs.walk import carried_by, programs_with_operands
 
 RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
@@ -57,7 +57,7 @@ def while_loop(
 ) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
     condition, body = instruction.programs
-    (_, of_condition), (_, of_body) = arguments_of(instruction.eqn)
+    (_, of_condition), (_, of_body) = programs_with_operands(instruction.eqn)
     start = carried_by(instruction.eqn).start
     consts = ins[:start]
     carry = list(ins[start:])

@@ -23,7 +23,7 @@ from optax_lossscale._diagnosis.scale import (
     InitialScale,
     first_overflow,
 )
-from optax_lossscale._diagnosis.shadow import Argument, Shadow
+from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value, notes_of
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
@@ -63,7 +63,7 @@ class Fit(NamedTuple):
     """Which loss scale fits, and the run at it."""
 
     run: Run  # the run at 1, if none fits
-    # None if the loss or float32's results are not finite, or gradients at no scale
+    # None if the loss or a float32 result is not finite, or gradients are at no scale
     scale: InitialScale | None = None
     overflow: Note | None = None  # what overflows first above the largest scale
 
@@ -96,13 +96,13 @@ class Runs(NamedTuple):
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
     program = program_of(gradient.jaxpr, Place())
-    shadow = Shadow(program, gradient.arguments, AS_WRITTEN)
+    shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
     if not _is_in_doubt(fit.run):
         return Runs(at_1, fit, None)
     with jax.enable_x64(True):
-        shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
+        shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
         return Runs(at_1, fit, _run(shadow, gradient, fit.run.scale))
 
 
@@ -167,7 +167,7 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
     (loss, *others), notes = shadow(seed)
-    names = [one.name for one in gradient.arguments if one.is_parameter]
+    names = [argument.name for argument in gradient.arguments if argument.is_parameter]
     grads = others[: len(names)]
     aux = others[len(names) :]
     return Run(scale, loss, dict(zip(names, grads, strict=True)), aux, notes)
