@@ -50,6 +50,8 @@ def diagnose(
     would make others, it is run with its own choices as well. Constants are as they
     were rounded when the program was traced: 0.999 is 1 in bfloat16.
 
+    A run that takes long prints a line of progress to stderr every 10 seconds or so.
+
     Call `diagnose` on the host, with a loss function that names no axis of `pmap` or
     `shard_map` around it. A skipped step has left everything as it was, so that it can
     be diagnosed afterwards. Other parameters and batches may behave differently.

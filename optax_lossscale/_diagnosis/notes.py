@@ -103,7 +103,7 @@ class Note(Figures):
 
     @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:
-        """Which result it is of, the same in each run of the program."""
+        """Which result it is of: of a computed result, the same in each run of the program."""
         return self.place, self.position, self.rounds
 
     @property
@@ -170,11 +170,11 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
     level = {note}
     seen: set[Note] = set()
     while level:
-        names = {one.place.name for one in level if one.place.is_parameter}
+        names = {member.place.name for member in level if member.place.is_parameter}
         if names:
             return tuple(sorted(names, key=natural))
         seen |= level
-        level = {read for one in level for read in one.reads} - seen
+        level = {read for member in level for read in member.reads} - seen
     return ()
 
 
@@ -187,19 +187,24 @@ def all_before(
       notes: where to begin.
       reads: gives what a note reads, by default all of its operands.
     """
-    left = list(notes)
+    pending = list(notes)
     seen: set[Note] = set()
-    while left:
-        note = left.pop()
+    while pending:
+        note = pending.pop()
         if note not in seen:
             seen.add(note)
-            left.extend(reads(note))
+            pending.extend(reads(note))
             yield note
 
 
-def limits(dtype: np.dtype | type[np.generic]) -> tuple[float, float]:
-    """The least size that a dtype cannot hold, and its least normal number."""
+def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
+    """The least size that a dtype rounds to infinity."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
-    return largest + half_step, float(info.tiny)
+    return largest + half_step
+
+
+def least_normal(dtype: np.dtype | type[np.generic]) -> float:
+    """The least normal number of a dtype."""
+    return float(jnp.finfo(dtype).tiny)

@@ -153,11 +153,11 @@ class Diagnosis(Findings):
     def _chosen(self) -> Iterator[str]:
         """Sentences about choices that float32 would have made otherwise."""
         by_line: dict[str, Note] = {}
-        for one in self.choices:
-            by_line.setdefault(str(one), one)
-        for line, one in list(by_line.items())[:_SHOWN]:
+        for choice in self.choices:
+            by_line.setdefault(str(choice), choice)
+        for line, choice in list(by_line.items())[:_SHOWN]:
             yield (
-                f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
+                f"Chosen otherwise than in float32: {choice.decided:.1%} of {choice.count}, "
                 f"in {line}."
             )
         if self.off_by_choices and not has_wrong_result(self):
@@ -213,12 +213,12 @@ def scale_that_fits(found: Findings) -> InitialScale | None:
 
 def has_wrong_result(found: Findings) -> bool:
     """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(one.name != A_VALUE_INSIDE for one in found.wrong)
+    return any(result.name != A_VALUE_INSIDE for result in found.wrong)
 
 
-def _cells(one: Wrong) -> tuple[str, str, str]:
+def _cells(wrong: Wrong) -> tuple[str, str, str]:
     """The row of a result that is wrong."""
-    return f"  {one.name}", percent(one.off), one.because
+    return f"  {wrong.name}", percent(wrong.off), wrong.because
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -226,5 +226,5 @@ def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[st
     if not rows:
         return []
     lines = aligned([title, *rows[:_SHOWN]])
-    left = len(rows) - _SHOWN
-    return [*lines, f"  and {left} more"] if left > 0 else lines
+    further = len(rows) - _SHOWN
+    return [*lines, f"  and {further} more"] if further > 0 else lines

@@ -63,7 +63,7 @@ class Fit(NamedTuple):
     """Which loss scale fits, and the run at it."""
 
     run: Run  # the run at 1, if none fits
-    # None if the loss or a float32 result is not finite, or gradients are at no scale
+    # None if the loss or a float32 result is not finite, or gradients are at no scale.
     scale: InitialScale | None = None
     overflow: Note | None = None  # what overflows first above the largest scale
 

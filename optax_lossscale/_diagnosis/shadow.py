@@ -1,10 +1,10 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`run_to_seed(program, arguments, widths)` runs what does not depend on the seed, and returns a
-`Shadow`, which runs the rest for any seed. It returns the results as pairs with notes,
-and all notes of the run. Pieces without loops are compiled, and the figures of their
-results are computed on the host. Python runs loops and branches around these pieces,
-and so knows the number of each round.
+`run_to_seed(program, arguments, widths)` runs the pieces before the first that reads the
+seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
+returns the results as pairs with notes, and all notes of the run. Pieces without loops
+are compiled, and the figures of their results are computed on the host. Loops and
+branches are run in Python, which knows the number of each round.
 """
 
 import functools
