@@ -2,7 +2,7 @@
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of these. `compute` does so for the instructions of a piece, inside `jit`.
+of the two. `compute` does so for the instructions of a piece, inside `jit`.
 """
 
 import functools
@@ -115,7 +115,7 @@ def exact(x: Array, widths: Widths) -> Pair:
 def compute(
     piece: Piece, widths: Widths, ins: Sequence[Pair]
 ) -> tuple[list[Pair], list[Compared]]:
-    """What a piece leaves to others, and what the host compares for its notes."""
+    """What a piece leaves to later ones, and what the host compares for its notes."""
     env = dict(zip(piece.reads, map(_resharded, piece.reads, ins), strict=True))
     to_compare = []
     for instruction in piece.instructions:
@@ -159,7 +159,7 @@ def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
         return [Pair(x, widened(x, widths.reference)) for x in actual]
     reference = in_wide(eqn, [x.followed for x in ins], widths.reference)
     pairs = list(map(Pair, actual, reference))
-    if Trait.CHOOSES in traits(eqn):  # what is sorted is right in any order
+    if Trait.CHOOSES in traits(eqn):  # a sorted array is right in either order
         return pairs
     return _by_its_choices(pairs)
 

@@ -74,7 +74,7 @@ class Underflow(NamedTuple):
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
     """The exponent of the first scale with an overflow, and the note of what causes it.
 
-    If no scale up to 2**HIGHEST has one, that is HIGHEST + 1, and None.
+    If nothing overflows up to a scale of 2**HIGHEST, they are HIGHEST + 1 and None.
 
     Args:
       notes: the notes of a run.
@@ -95,9 +95,10 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
 
 
 def _made_large(note: Note) -> Note:
-    """Where a backward pass made numbers large: at the largest jump up to `note`.
+    """The note of the equation that enlarged the numbers of a backward pass most.
 
-    Without a jump of at least `_ENLARGED`, this is `note` itself.
+    It is `note`, or one of those that `note` goes back to. If none of the equations
+    enlarged numbers by more than `_ENLARGED`, it is `note`.
     """
     at = note
     largest_jump = _ENLARGED
@@ -118,13 +119,13 @@ def underflow(
 ) -> dict[str, Underflow]:
     """The underflow of each group of parameters that loses a notable share.
 
-    A group has the parameters whose names differ in numbers only. The group of all
-    parameters comes first, then the one that loses most.
+    The parameters whose names differ only in numbers are a group. The group of all
+    parameters comes first, and then the one that loses most.
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
-      fitting: those of a run at the scale that fits.
-      determined: the names of those that float32 determines.
+      fitting: the gradients of a run at the scale that fits.
+      determined: the names of the gradients that float32 determines.
     """
     groups: dict[str, list[_Numbers]] = defaultdict(list)
     for name, value in at_1.items():

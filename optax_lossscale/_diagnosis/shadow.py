@@ -86,13 +86,13 @@ class Shadow(NamedTuple):
     seed: Var
     env: Env  # the values that do not depend on the seed
     notes: Sequence[Note]  # those of the pieces that have run
-    pieces: Sequence[Piece]  # those that are left to run
+    pieces: Sequence[Piece]  # those that have not run
     gives: Sequence[Atom]  # the results of the program
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running.
 
-        The results have notes about them alone.
+        The note of a result is about its own numbers, also where these were only moved.
         """
         runner = _Runner(self.compiler, self.notes)
         env = {**self.env, self.seed: _value_of(seed, self.compiler.widths)}

@@ -29,7 +29,7 @@ def notes_of(values: Iterable[Value]) -> list[Note]:
 
 
 def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
-    """A value whose numbers were moved from others, with a note about it alone."""
+    """A value whose numbers were moved from others, with a note about its own numbers."""
     reads = notes_of(others)
     if not reads:
         return Value(pair)
