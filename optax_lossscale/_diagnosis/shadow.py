@@ -224,19 +224,19 @@ class _Runner:
     def _compute(self, piece: Piece, env: Env, context: Context) -> Env:
         """What a piece without loops leaves to others, by compiled code."""
         operands = [env[v].pair for v in piece.reads]
-        run = self._compiler.compiled(piece, context.devices)
-        pairs_left, compared = run(operands)
-        notes = self._notes_after(piece, compared, env, context)
+        compute = self._compiler.compiled(piece, context.devices)
+        pairs_left, compared = compute(operands)
+        notes = self._note_results(piece, compared, env, context)
         self._report_progress(piece)
         results = zip(piece.leaves, pairs_left, strict=True)
         return {v: Value(pair, notes[v]) for v, pair in results}
 
-    def _notes_after(
+    def _note_results(
         self, piece: Piece, compared: Sequence[Compared], env: Env, context: Context
     ) -> dict[Var, Note | None]:
-        """The notes of all values that a piece reads or makes.
+        """Notes the results of a piece; returns the notes of all that it reads or makes.
 
-        A result without a note of its own has that of the first operand.
+        A result without a note of its own has that of the first operand that has one.
         """
         compared_in_order = iter(compared)
         notes = {v: env[v].note for v in piece.reads}
