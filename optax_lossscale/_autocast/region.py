@@ -99,7 +99,7 @@ def region_of_equation(
     return Region(steps, _reads(facts, steps, results), stores)
 
 
-def for_both(facts: Facts, v: Var, one: Any, other: Any) -> Any:
+def joined_dtype(facts: Facts, v: Var, one: Any, other: Any) -> Any:
     """The dtype of a value for two readers, each of which needs it in a dtype.
 
     If these differ, it is the dtype that `facts` has for the value.
@@ -168,7 +168,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
             if isinstance(v, Var):
                 is_rounded = is_low or taken == low
                 dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
-                needed[v] = for_both(facts, v, dtype, needed.get(v, dtype))
+                needed[v] = joined_dtype(facts, v, dtype, needed.get(v, dtype))
     made = made_by([step.eqn for step in steps])
     return {v: dtype for v, dtype in needed.items() if v not in made}
 

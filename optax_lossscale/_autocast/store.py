@@ -28,7 +28,7 @@ from optax_lossscale._autocast.region import (
     Dtypes,
     Region,
     Step,
-    for_both,
+    joined_dtype,
     made_by,
     region_of_equation,
     region_of_island,
@@ -60,7 +60,7 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
-                wanted[v] = for_both(facts, v, dtype, wanted.get(v, dtype))
+                wanted[v] = joined_dtype(facts, v, dtype, wanted.get(v, dtype))
     return tuple(reversed(from_last))
 
 

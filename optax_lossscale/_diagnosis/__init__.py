@@ -23,10 +23,13 @@ Read the files in this order, which is from the parts to the whole:
 The words that these files share:
 
 - A dtype is *narrow* if it is a floating-point one of 16 bits or fewer.
-- A number is *off* by its distance from float32's, relative to float32's. It is *bad* if
-  it is not finite where float32's is, and *lost* if it is 0 where float32's is not.
+- The *reference* of a value is the same value in wider floats: in float32 beside the
+  program as it is, and in float64 beside the program in float32.
+- A number is *off* by its distance from its reference, relative to the reference. It is
+  *bad* if it is not finite where the reference is, and *lost* if it is 0 where the
+  reference is not.
 - A value is *of the backward pass* if it depends on that pass's seed, which is the loss
   scale. So it grows as the loss scale does.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
-  or the condition of a loop. In a pair, the wider floats *follow* the narrower ones.
+  or the condition of a loop. The reference *follows* the choices of the other value.
 """

@@ -74,33 +74,33 @@ def _fine(found: Findings) -> str:
 
 def _about_what_is_wrong(found: Findings) -> _Remarks:
     """Remarks on the loss, gradients or values inside that are off."""
-    for one in found.wrong:
-        yield f"{_what_is_wrong(found, one)}: {one.because}.", _remedy(one)
+    for wrong in found.wrong:
+        yield f"{_what_is_wrong(found, wrong)}: {wrong.because}.", _remedy(wrong)
 
 
-def _what_is_wrong(found: Findings, one: Wrong) -> str:
+def _what_is_wrong(found: Findings, wrong: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
-    if one.is_in_float32:
-        what = "The loss is" if one.name == THE_LOSS else "The gradients are"
+    if wrong.is_in_float32:
+        what = "The loss is" if wrong.name == THE_LOSS else "The gradients are"
         return f"{what} not finite in float32 either, so no loss scale helps"
-    if one.name == THE_LOSS:
+    if wrong.name == THE_LOSS:
         what = f"The loss is {found.loss:.4g} at any loss scale"
         if not math.isfinite(found.loss_in_float32):  # as a kernel's, which is unknown
             return what
         return f"{what}; in float32 it is {found.loss_in_float32:.4g}"
     dtypes = " and ".join(map(str, found.computes_in))
     give = "give" if len(found.computes_in) > 1 else "gives"
-    if one.name == A_VALUE_INSIDE:
+    if wrong.name == A_VALUE_INSIDE:
         inside = f"{dtypes} {give} wrong values inside"
         if found.off_by_choices:
             return inside
         return f"{inside}, though loss and gradients agree as far as float32 determines them"
     if found.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
-    if one.how is How.IS_NOT_LINEAR:
+    if wrong.how is How.IS_NOT_LINEAR:
         scale = scale_name(found.scale)
-        return f"A loss scale of {scale} changes the gradient of {one.name} by {one.off:.1%}"
-    off = f"that of {one.name} is off by {one.off:.1%}"
+        return f"A loss scale of {scale} changes the gradient of {wrong.name} by {wrong.off:.1%}"
+    off = f"that of {wrong.name} is off by {wrong.off:.1%}"
     return f"{dtypes} {give} wrong gradients: {off}, at the scale that fits best"
 
 
@@ -147,26 +147,26 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
 _WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
-def _remedy(one: Wrong) -> str:
+def _remedy(wrong: Wrong) -> str:
     """What to do about a result that is wrong, by what its cause does."""
-    place = one.place
-    products = [row for row in one.rounded if row.is_any(Trait.PRODUCT)]
-    others = [row for row in one.rounded if row not in products]
+    place = wrong.place
+    products = [row for row in wrong.rounded if row.is_any(Trait.PRODUCT)]
+    others = [row for row in wrong.rounded if row not in products]
     if not products and place.is_any(Trait.PRODUCT):
         products = [place]
     between = lines_of(others)
-    if one.is_in_float32:
+    if wrong.is_in_float32:
         remedy = _KEEP_FINITE
-    elif one.is_inner and one.how in (How.VANISHES, How.OVERFLOWS):
+    elif wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
         remedy = _INNER
-    elif products and one.how not in _WITHOUT_PRODUCTS:
+    elif products and wrong.how not in _WITHOUT_PRODUCTS:
         remedy = _PRODUCTS + (_BETWEEN if between else "")
-    elif one.how is How.STAGNATES and place.is_backward:
+    elif wrong.how is How.STAGNATES and place.is_backward:
         remedy = _SUM + _BACKWARD_SUM
     elif between in ("", place.source):
-        remedy = _REMEDIES[one.how]
+        remedy = _REMEDIES[wrong.how]
     else:
-        remedy = _REMEDIES[one.how] + _MADE_OF
+        remedy = _REMEDIES[wrong.how] + _MADE_OF
     return remedy.format(
         line=place.line,
         source=place.source,
@@ -288,8 +288,8 @@ def _about_scale(found: Findings) -> _Remarks:
 
 def _lost_for_want_of_a_scale(found: Findings) -> list[Underflow]:
     """The groups that underflow, and have a gradient that is right and determined."""
-    wrong = {one.name for one in found.wrong}
-    groups = {without_numbers(name) for name in found.off if name not in wrong}
+    wrong_names = {result.name for result in found.wrong}
+    groups = {without_numbers(name) for name in found.off if name not in wrong_names}
     return [group for name, group in found.underflow.items() if name in groups]
 
 

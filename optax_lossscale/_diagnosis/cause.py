@@ -16,13 +16,21 @@ import numpy as np
 
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
-from optax_lossscale._diagnosis.notes import SUMS, Note, all_before, limits
+from optax_lossscale._diagnosis.notes import (
+    SUMS,
+    Note,
+    all_before,
+    least_infinite,
+    least_normal,
+)
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
 _ROUNDING = 2.0**-16  # the least error of rounding, relative: less than float16's
-_NOTHING = 100  # beside numbers this many times larger, lost ones make no difference
+# Numbers lost to 0 do not matter if the mean is this many times the dtype's smallest
+# number.
+_NOTHING = 100
 
 
 class How(enum.StrEnum):
@@ -64,7 +72,7 @@ def cause_of(note: Note) -> Cause:
     if how not in SENSITIVE:
         return Cause(how, fault)
     rounded = tuple(_rounded_before(fault))
-    lost = [one for one in rounded if one.lost > LARGE_SHARE]
+    lost = [earlier for earlier in rounded if earlier.lost > LARGE_SHARE]
     if how is How.AMPLIFIES and lost:
         return Cause(How.VANISHES, _first_lost(lost[0]))
     return Cause(how, fault, rounded)
@@ -78,16 +86,16 @@ def cause_in_float32(note: Note) -> Cause:
     """
     while True:
         reads = _not_finite(note)
-        nans = [read for read in reads if read.nan_true]
-        if note.nan_true and nans:
+        nans = [read for read in reads if read.is_reference_nan]
+        if note.is_reference_nan and nans:
             note = nans[0]
-        elif reads and not (note.nan_true and _is_mask(note)):
+        elif reads and not (note.is_reference_nan and _is_mask(note)):
             note = reads[0]
         else:
             break
-    if note.is_passed:
+    if note.stays_narrow:
         return Cause(How.IS_A_KERNEL, note)
-    how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
+    how = How.IS_UNDEFINED if note.is_reference_nan else How.OVERFLOWS
     return Cause(how, note, is_in_float32=True)
 
 
@@ -103,7 +111,7 @@ def _is_mask(note: Note) -> bool:
 
 def _not_finite(note: Note) -> list[Note]:
     """The operands that are not finite in float32."""
-    return [read for read in note.reads if not read.is_finite]
+    return [read for read in note.reads if not read.is_reference_finite]
 
 
 # --- what the equation at fault does ---
@@ -115,7 +123,7 @@ def _how(note: Note) -> tuple[How, Note]:
     That is an earlier equation if it made the numbers that this one only moves, lost
     those that this one needs, or rounded them to a limit.
     """
-    if note.is_passed:
+    if note.stays_narrow:
         return How.IS_A_KERNEL, note
     how = _how_not_finite(note) if note.bad else _how_off(note)
     if note.bad and how is How.VANISHES:
@@ -124,15 +132,15 @@ def _how(note: Note) -> tuple[How, Note]:
     if how is How.OVERFLOWS:
         return how, made
     may_saturate = [made, *made.reads] if how is How.VANISHES else made.reads
-    for one in may_saturate:
-        if _saturates(one):
-            return How.SATURATES, one
+    for candidate in may_saturate:
+        if _saturates(candidate):
+            return How.SATURATES, candidate
     return how, made
 
 
 def _how_not_finite(note: Note) -> How:
     """What an equation does whose result is not finite where float32's is."""
-    infinite, _ = limits(note.dtype)
+    infinite = least_infinite(note.dtype)
     if note.largest >= infinite * (1 - TOLERANCE):
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
@@ -180,7 +188,7 @@ def _size_of_terms(note: Note) -> float:
 
 def _vanishes(note: Note, dtype: np.dtype) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
-    _, tiny = limits(dtype)
+    tiny = least_normal(dtype)
     least = tiny * float(jnp.finfo(dtype).eps)
     # The mean of the absolute values is at least this.
     mean = note.typical / math.sqrt(note.count)
@@ -224,9 +232,9 @@ def _first_lost(note: Note) -> Note:
 
 def _rounded_before(note: Note) -> Iterator[Note]:
     """The nearest products in 16 bits before a result, and what is narrow since."""
-    for one in all_before(note.reads, _rounded_in):
-        if is_narrow_dtype(one.dtype) and one.is_computed:
-            yield one
+    for earlier in all_before(note.reads, _rounded_in):
+        if is_narrow_dtype(earlier.dtype) and earlier.is_computed:
+            yield earlier
 
 
 def _rounded_in(note: Note) -> Sequence[Note]:

@@ -31,7 +31,7 @@ def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
     as_written = runs.fitting.results
     off = {}
     for name, in_float32 in runs.in_float32.results.items():
-        pair = Pair(as_written[name].pair.low, in_float32.pair.low)
+        pair = Pair(as_written[name].pair.actual, in_float32.pair.actual)
         error = pair.compared().figures.error
         if name in determined and error > TOLERANCE:
             off[name] = error
@@ -46,7 +46,7 @@ def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
     it differs, and any other choice if more than 1% of it does. None does if the loss
     is not finite, as a comparison with NaN means nothing.
     """
-    if not np.isfinite(run.loss.pair.low):
+    if not np.isfinite(run.loss.pair.actual):
         return []
     most = max(off_by_choices.values(), default=0.0)
     do_matter = THE_LOSS in off_by_choices or most > LARGE_SHARE

@@ -4,7 +4,7 @@ Python runs the program in a `shard_map` piece by piece, so the values between t
 pieces have to exist outside of it. There, an array of shape (3,) on each of 4 devices
 is one of shape (4, 3), whose first axis is divided among the devices. Inside a second
 `shard_map` in the first, over 2 further devices each, it is one of shape (4, 2, 3).
-`entered` and `left` convert operands and results of the inner one to and from that
+`entered` and `exited` convert operands and results of the inner one to and from that
 form, and `over` runs a piece.
 """
 
@@ -45,12 +45,12 @@ class _Map(NamedTuple):
     def stacked(self, function: Callable) -> Callable:
         """A function of one device's arrays, as one of the stacked arrays of all."""
 
-        def of_one(*args):
+        def of_one_device(*args):
             own = jax.tree.map(lambda x: x[0], args)
             return jax.tree.map(lambda x: x[None], function(*own))
 
         each = jax.P(self.axes)
-        return self.apply(of_one, each, each)
+        return self.apply(of_one_device, each, each)
 
 
 class Devices(NamedTuple):
@@ -65,36 +65,36 @@ class Devices(NamedTuple):
 
     def over(self, function: Callable) -> Callable:
         """A function for one device's arrays, as one for the stacked arrays of all."""
-        for one in reversed(self.maps):
-            function = one.stacked(function)
+        for shard_map in reversed(self.maps):
+            function = shard_map.stacked(function)
         return function
 
     def entered(self, value: Value, spec: jax.P) -> Value:
         """An operand of the innermost `shard_map`: stacks the parts of its devices."""
         return value.each(_stacking(self, spec))
 
-    def left(self, value: Value, spec: jax.P) -> Value:
+    def exited(self, value: Value, spec: jax.P) -> Value:
         """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
         return value.each(_unstacking(self, spec))
 
     def everywhere(self, value: Value) -> Value:
         """A value that is the same on each device, in the form of the stacked arrays."""
-        for n, _ in enumerate(self.maps, 1):
-            value = Devices(self.maps[:n]).entered(value, jax.P())
+        for n in range(len(self.maps)):
+            value = Devices(self.maps[: n + 1]).entered(value, jax.P())
         return value
 
 
 @functools.cache
 def _stacking(devices: Devices, spec: jax.P) -> Callable:
     """Stacks the parts that the devices of the innermost `shard_map` have."""
-    *around, inner = devices.maps
+    *outer, inner = devices.maps
     stack = inner.apply(lambda x: x[None], spec, jax.P(inner.axes))
-    return jax.jit(Devices(tuple(around)).over(stack))
+    return jax.jit(Devices(tuple(outer)).over(stack))
 
 
 @functools.cache
 def _unstacking(devices: Devices, spec: jax.P) -> Callable:
     """Undoes `_stacking`."""
-    *around, inner = devices.maps
+    *outer, inner = devices.maps
     unstack = inner.apply(lambda x: x[0], jax.P(inner.axes), spec)
-    return jax.jit(Devices(tuple(around)).over(unstack))
+    return jax.jit(Devices(tuple(outer)).over(unstack))

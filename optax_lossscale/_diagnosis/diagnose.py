@@ -50,6 +50,8 @@ def diagnose(
     would make others, it is run with its own choices as well. Constants are as they
     were rounded when the program was traced: 0.999 is 1 in bfloat16.
 
+    A run that takes long prints a line of progress to stderr every 10 seconds or so.
+
     Call `diagnose` on the host, with a loss function that names no axis of `pmap` or
     `shard_map` around it. A skipped step has left everything as it was, so that it can
     be diagnosed afterwards. Other parameters and batches may behave differently.
@@ -133,7 +135,7 @@ def _findings(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
-        loss=float(run.loss.pair.low),
+        loss=float(run.loss.pair.actual),
         loss_in_float32=_loss_in_float32(runs),
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
@@ -144,7 +146,7 @@ def _findings(
         choices=tuple(choices),
         initial_scale=runs.fit.scale,
         overflow=overflow.row if overflow else None,
-        has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
+        has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite,
         off_without=_off_without(runs, off),
         underflow=_underflow(gradient, runs, off),
@@ -155,9 +157,9 @@ def _findings(
 
 def _loss_in_float32(runs: Runs) -> float:
     """The loss in float32: by the program's choices, or else its own if it is finite."""
-    loss = runs.fitting.loss.pair.true
+    loss = runs.fitting.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
-        loss = runs.in_float32.loss.pair.low
+        loss = runs.in_float32.loss.pair.actual
     return float(loss)
 
 

@@ -178,9 +178,9 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
             if floats or any(map(is_float, eqn.outvars)):
                 opaque.append(_opaque(equation, floats))
         elif floats and (terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)):
-            one = _operation(equation, floats)
-            if one.dtype.itemsize <= 2:
-                narrow.append(one)
+            operation = _operation(equation, floats)
+            if operation.dtype.itemsize <= 2:
+                narrow.append(operation)
     return DtypeReport(_alike(products), _alike(narrow), _alike(opaque))
 
 
@@ -189,7 +189,7 @@ def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
     total = sum(report.multiplications.values())
     size = attrgetter("multiplications", "terms")
     largest = sorted(operations, key=size, reverse=True)
-    return aligned([_row(one, total) for one in largest])
+    return aligned([_row(operation, total) for operation in largest])
 
 
 def _operation(equation: Equation, numbers: Sequence[int]) -> Operation:
@@ -230,31 +230,32 @@ def _opaque(equation: Equation, floats: Sequence[int]) -> Operation:
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Joins operations that differ only in their counts, and adds these up."""
     kinds: dict[Operation, list[Operation]] = defaultdict(list)
-    for one in operations:
-        kinds[one._replace(count=0, multiplications=0, terms=0)].append(one)
+    for operation in operations:
+        kind = operation._replace(count=0, multiplications=0, terms=0)
+        kinds[kind].append(operation)
     return tuple(
         kind._replace(
-            count=sum(one.count for one in alike),
-            multiplications=sum(one.multiplications for one in alike),
-            terms=max(one.terms for one in alike),
+            count=sum(operation.count for operation in alike),
+            multiplications=sum(operation.multiplications for operation in alike),
+            terms=max(operation.terms for operation in alike),
         )
         for kind, alike in kinds.items()
     )
 
 
-def _row(one: Operation, total: int) -> tuple[str, ...]:
+def _row(operation: Operation, total: int) -> tuple[str, ...]:
     """The cells of a row, as in `float16→float32  50.0%  1 dot_general  model.py:12`."""
     dtypes = [
         str(now) if now == was else f"{was}→{now}"
-        for now, was in zip(one.operands, one.before, strict=True)
+        for now, was in zip(operation.operands, operation.before, strict=True)
     ]
-    size = f"{one.terms} terms" if one.terms > 1 else ""
-    if one.multiplications:
-        size = percent(one.multiplications / total)
+    size = f"{operation.terms} terms" if operation.terms > 1 else ""
+    if operation.multiplications:
+        size = percent(operation.multiplications / total)
     return (
         "",
         " × ".join(dict.fromkeys(dtypes)),
         size,
-        f"{one.count} {one.primitive}",
-        f"{one.source}, by choice" if one.by_choice else one.source,
+        f"{operation.count} {operation.primitive}",
+        f"{operation.source}, by choice" if operation.by_choice else operation.source,
     )

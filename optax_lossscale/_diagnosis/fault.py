@@ -1,10 +1,10 @@
 """Which equation is at fault for a result that is off from float32.
 
 From the note of the result, a path goes back along the operand that is off the most,
-until that is off by a rounding only. In this path, the equation in which the error
-grows most is at fault, if it grows by much. For `log(a - b)`, where `a` and `b` are
-rounded to float16 and nearly equal, the path is the logarithm and the difference. The
-error jumps in the difference, so that is at fault.
+until this operand is off by no more than rounding. The equation of the path in which
+the error grows most is at fault, if the error grows by much in it. For `log(a - b)`,
+where `a` and `b` are rounded to float16 and nearly equal, the path is the logarithm and
+the difference. The error jumps in the difference, so the difference is at fault.
 """
 
 import operator
@@ -24,15 +24,15 @@ _RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
 
 
 def at_fault(note: Note) -> Note | None:
-    """The note of the equation in which an error grows; None if it grows in many.
+    """The note of the equation in which an error grows, or None if it grows in many.
 
     An equation whose operands are wrong already is not at fault, however much worse its
     result is.
     """
     path = _path(note)
-    bad = [n for n, one in enumerate(path) if one.bad]
+    bad = [n for n, on_path in enumerate(path) if on_path.bad]
     if not bad:
-        off = [n for n, one in enumerate(path) if one.error > TOLERANCE]
+        off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
         first_off = off[-1] if off else 0
         return _where_it_grows(path[first_off:])
     first_bad = bad[-1]
@@ -41,14 +41,18 @@ def at_fault(note: Note) -> Note | None:
 
 
 def worst_read(note: Note) -> Note | None:
-    """The operand that is off the most: by its distance, if it is added or chosen."""
+    """The operand that is off the most, or None of an equation without operands.
+
+    Operands that are added or chosen from are off by their distance, others by their
+    error, as a large relative error of a small term makes no difference to a sum.
+    """
     if not note.bad and note.is_any(Trait.ADDS_TWO | Trait.CHOOSES):
         return max(note.reads, key=lambda read: read.distance, default=None)
     return max(note.reads, key=lambda read: (read.error, read.nan), default=None)
 
 
 def _path(note: Note) -> list[Note]:
-    """The notes from a result back along what is off the most, while it is off."""
+    """The notes from a result back, each of the worst operand before, while it is off."""
     path = [note]
     while True:
         worst = worst_read(path[-1])

@@ -57,8 +57,8 @@ def gradient_of(
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     arguments = _arguments(everything)
-    positions = [n for n, one in enumerate(arguments) if one.is_parameter]
-    given = [one.array for one in arguments]
+    positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
+    given = [argument.array for argument in arguments]
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         raise TypeError(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
@@ -79,7 +79,8 @@ def gradient_of(
     closed = jax.make_jaxpr(gradient)(given, jnp.float32(1))
     _refuse_refs(closed.jaxpr)
     on_host = [
-        one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
+        argument._replace(array=jax.device_get(jnp.asarray(argument.array)))
+        for argument in arguments
     ]
     return Gradient(
         closed, _forward(closed.jaxpr), on_host, _narrow_dtypes(closed.jaxpr)
@@ -100,8 +101,8 @@ def _forward(jaxpr: Jaxpr) -> Jaxpr:
 
 def _with_arrays(everything: tuple, arrays: Iterable[Array]) -> tuple:
     """Parameters, arguments and keywords with others in the places of their arrays."""
-    left = iter(arrays)
-    return map_leaves(lambda x: next(left) if is_traceable(x) else x, everything)
+    remaining = iter(arrays)
+    return map_leaves(lambda x: next(remaining) if is_traceable(x) else x, everything)
 
 
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Array]]:
@@ -139,11 +140,13 @@ def _arguments(everything: tuple) -> list[Argument]:
 
 def _told_apart(arguments: list[Argument]) -> list[Argument]:
     """Arguments with numbers in equal names, as those in `{"a/b": x, "a": {"b": y}}`."""
-    names = [one.name for one in arguments]
+    names = [argument.name for argument in arguments]
     counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
     return [
-        one._replace(name=f"{one.name} (argument {n})") if counts[one.name] > 1 else one
-        for n, one in enumerate(arguments)
+        argument._replace(name=f"{argument.name} (argument {n})")
+        if counts[argument.name] > 1
+        else argument
+        for n, argument in enumerate(arguments)
     ]
 
 

@@ -1,8 +1,8 @@
 """Loops and branches, run in Python round by round, with values in pairs.
 
-So each round has notes of its own, which say in which round numbers go wrong. Which
-branch is taken, and how long a loop goes on, is chosen by the program's values, not by
-float32's.
+So each round has notes of its own, which say in which round numbers go wrong. The
+program's own values choose which branch is taken, and how long a loop goes on. The
+reference follows them.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.values import Array
-from optax_lossscale._programs.walk import arguments_of, carried_by
+from optax_lossscale._programs.walk import carried_by, programs_with_operands
 
 RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
@@ -57,14 +57,14 @@ def while_loop(
 ) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
     condition, body = instruction.programs
-    (_, of_condition), (_, of_body) = arguments_of(instruction.eqn)
+    (_, of_condition), (_, of_body) = programs_with_operands(instruction.eqn)
     start = carried_by(instruction.eqn).start
     consts = ins[:start]
     carry = list(ins[start:])
     for n in itertools.count():
         operands = [*consts, *carry]
         (flags,) = run(condition, [operands[i] for i in of_condition], n)
-        goes_on = np.asarray(flags.pair.low)
+        goes_on = np.asarray(flags.pair.actual)
         if not goes_on.any():
             break
         operands = [*consts, *_filled(goes_on, carry)]
@@ -79,7 +79,7 @@ def cond(
     """The results of a `cond`, in which several devices may take different branches."""
     branches = instruction.programs
     index, *operands = ins
-    chosen = np.clip(index.pair.low, 0, len(branches) - 1)
+    chosen = np.clip(index.pair.actual, 0, len(branches) - 1)
     first, *others = np.unique(chosen)
     results = run(branches[first], _filled(np.asarray(chosen == first), operands))
     for number in others:
@@ -89,12 +89,13 @@ def cond(
     return results
 
 
-# A program whose rounds or branches differ between examples, or between devices, runs
-# for all of them, and only those that count are noted.
+# Where rounds or branches differ between examples, or between devices, a program runs
+# for all of them. Those that do not count copy one that does, so that no note is about
+# numbers that the program never computes.
 
 
 def _filled(counts: np.ndarray, values: Sequence[Value]) -> list[Value]:
-    """Values in which the examples or devices that do not count copy the first."""
+    """Values in which the examples or devices that do not count copy one that does."""
     if counts.all():
         return list(values)
 
@@ -129,7 +130,7 @@ def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
 
 
 def _rows(stack: Value, length: int, axis: int) -> list[Value]:
-    """The row of each round in a stack, with a note of its own."""
+    """The rows of a stack, one for each round, with notes of their own."""
     whole = stack.each(_on_host).pair
     rows = []
     for n in range(length):
@@ -143,7 +144,7 @@ def _rows(stack: Value, length: int, axis: int) -> list[Value]:
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
-    """Stacks the values of all rounds, and keeps the note of each."""
+    """The values of all rounds in a stack, which keeps the note of each."""
 
     def stack(*arrays):
         numpy = jnp if _is_key(arrays[0]) else np

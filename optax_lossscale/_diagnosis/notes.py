@@ -17,6 +17,7 @@ from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Trait, traits_of
+from optax_lossscale._programs.values import is_inexact_dtype
 
 THE_LOSS = "the loss"
 """What reports call the loss. No parameter has this name or one of the two below."""
@@ -66,9 +67,9 @@ class Note(Figures):
       rounds: the rounds of the loops around it, the outermost first, from 0.
       is_backward: whether it is of the backward pass, and so in proportion to the loss
         scale.
-      is_passed: whether float32's was computed in 16 bits as well.
+      stays_narrow: whether the reference was computed in 16 bits as well.
       reads: the notes of its operands, which are left out in a report.
-      before: how far the worst of its operands is from float32's, as `error` is.
+      before: how far the worst of its operands is from the reference, as `error` is.
       nearest: the parameters that are the fewest equations before it, in a report.
     """
 
@@ -77,7 +78,7 @@ class Note(Figures):
     position: int = 0
     rounds: tuple[int, ...] = ()
     is_backward: bool = False
-    is_passed: bool = False
+    stays_narrow: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
     before: float = 0.0
     nearest: tuple[str, ...] = ()
@@ -93,8 +94,16 @@ class Note(Figures):
         return self.place.name != ""
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the reference takes its floats as the program computes them.
+
+        It does if the equation runs once, as an `io_callback` has to.
+        """
+        return is_inexact_dtype(self.dtype) and self.is_any(Trait.ONCE)
+
+    @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:
-        """Which result it is of, the same in each run of the program."""
+        """Which result it is of: of a computed result, the same in each run of the program."""
         return self.place, self.position, self.rounds
 
     @property
@@ -139,7 +148,7 @@ def note_of(
     reads: Sequence[Note],
     rounds: tuple[int, ...],
     position: int = 0,
-    is_passed: bool = False,
+    stays_narrow: bool = False,
 ) -> Note:
     """The note of a result that has these figures, with what follows from `reads`."""
     before = max((read.error for read in reads), default=0.0)
@@ -150,7 +159,7 @@ def note_of(
         position=position,
         rounds=rounds,
         is_backward=any(read.is_backward for read in reads),
-        is_passed=is_passed,
+        stays_narrow=stays_narrow,
         reads=reads,
         before=before,
     )
@@ -161,11 +170,11 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
     level = {note}
     seen: set[Note] = set()
     while level:
-        names = {one.place.name for one in level if one.place.is_parameter}
+        names = {member.place.name for member in level if member.place.is_parameter}
         if names:
             return tuple(sorted(names, key=natural))
         seen |= level
-        level = {read for one in level for read in one.reads} - seen
+        level = {read for member in level for read in member.reads} - seen
     return ()
 
 
@@ -178,19 +187,24 @@ def all_before(
       notes: where to begin.
       reads: gives what a note reads, by default all of its operands.
     """
-    left = list(notes)
+    pending = list(notes)
     seen: set[Note] = set()
-    while left:
-        note = left.pop()
+    while pending:
+        note = pending.pop()
         if note not in seen:
             seen.add(note)
-            left.extend(reads(note))
+            pending.extend(reads(note))
             yield note
 
 
-def limits(dtype: np.dtype | type[np.generic]) -> tuple[float, float]:
-    """The least size that a dtype cannot hold, and its least normal number."""
+def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
+    """The least size that a dtype rounds to infinity."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
-    return largest + half_step, float(info.tiny)
+    return largest + half_step
+
+
+def least_normal(dtype: np.dtype | type[np.generic]) -> float:
+    """The least normal number of a dtype."""
+    return float(jnp.finfo(dtype).tiny)

@@ -19,6 +19,7 @@ from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
+from optax_lossscale._programs.operations import Trait, traits_of
 
 _SHOWN = 8  # the rows and lines of a kind
 
@@ -87,8 +88,8 @@ class Diagnosis(Findings):
       underflow: how many gradients underflow, by the path of parameters without its
         numbers. The group "all" comes first, and then the one that loses most. Groups
         that lose 1% or less are left out.
-      not_compared: operations that run in 16 bits only, such as kernels, each with its
-        line.
+      not_compared: operations that have no float32 version, each with its line: those
+        that run in 16 bits only, such as kernels, and callbacks that run once.
       table: a row for each result that is computed.
     """
 
@@ -152,11 +153,11 @@ class Diagnosis(Findings):
     def _chosen(self) -> Iterator[str]:
         """Sentences about choices that float32 would have made otherwise."""
         by_line: dict[str, Note] = {}
-        for one in self.choices:
-            by_line.setdefault(str(one), one)
-        for line, one in list(by_line.items())[:_SHOWN]:
+        for choice in self.choices:
+            by_line.setdefault(str(choice), choice)
+        for line, choice in list(by_line.items())[:_SHOWN]:
             yield (
-                f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
+                f"Chosen otherwise than in float32: {choice.decided:.1%} of {choice.count}, "
                 f"in {line}."
             )
         if self.off_by_choices and not has_wrong_result(self):
@@ -168,9 +169,15 @@ class Diagnosis(Findings):
             )
 
     def _not_compared(self) -> Iterator[str]:
-        """Sentences about what computes in 16 bits also where float32 is computed."""
+        """Sentences about operations that have no float32 version."""
         for operation, source in self.not_compared:
-            yield f"Not compared: what {operation} computes in 16 bits at {source}."
+            if Trait.ONCE in traits_of(operation):
+                what = (
+                    f"{operation} at {source}, whose results float32 takes as they are"
+                )
+            else:
+                what = f"what {operation} computes in 16 bits at {source}"
+            yield f"Not compared: {what}."
 
     def _scales(self) -> Iterator[str]:
         """Sentences about the loss scale that fits, and the first overflow."""
@@ -206,12 +213,12 @@ def scale_that_fits(found: Findings) -> InitialScale | None:
 
 def has_wrong_result(found: Findings) -> bool:
     """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(one.name != A_VALUE_INSIDE for one in found.wrong)
+    return any(result.name != A_VALUE_INSIDE for result in found.wrong)
 
 
-def _cells(one: Wrong) -> tuple[str, str, str]:
+def _cells(wrong: Wrong) -> tuple[str, str, str]:
     """The row of a result that is wrong."""
-    return f"  {one.name}", percent(one.off), one.because
+    return f"  {wrong.name}", percent(wrong.off), wrong.because
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -219,5 +226,5 @@ def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[st
     if not rows:
         return []
     lines = aligned([title, *rows[:_SHOWN]])
-    left = len(rows) - _SHOWN
-    return [*lines, f"  and {left} more"] if left > 0 else lines
+    further = len(rows) - _SHOWN
+    return [*lines, f"  and {further} more"] if further > 0 else lines

@@ -1,8 +1,8 @@
-"""Pairs of a value and the same in wider floats, and equations applied to pairs.
+"""Pairs of a value and its reference in wider floats, and equations applied to pairs.
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of these. `compute` does so for the instructions of a piece, inside `jit`.
+of the two. `compute` does so for the instructions of a piece, inside `jit`.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AxisType, reshard
 
-from optax_lossscale._diagnosis.figures import Figures, figures_of
+from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Trait, traits
@@ -43,84 +43,99 @@ class Widths(NamedTuple):
     Where the program's own are wider, they are kept.
     """
 
-    low: np.dtype | None  # None for the program's own
-    true: np.dtype
+    actual: np.dtype | None  # None for the program's own
+    reference: np.dtype
 
 
 AS_WRITTEN = Widths(None, FLOAT32)
-"""The program as it is. Beside it float32 follows its choices, such as indices."""
+"""The program as it is. The reference is float32, which follows the program's choices."""
 
 IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
-"""The program in float32, which makes its own choices. Beside it float64 follows these.
+"""The program in float32, which makes its own choices. The reference is float64.
 
 Run it with `jax.enable_x64`.
 """
 
 
 class Pair(NamedTuple):
-    """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
+    """A value as it is computed, and its reference: the same in wider floats."""
 
-    low: Array
-    true: Any = None  # an array; None for integers and booleans, which follow `low`
+    actual: Array
+    # An array. It is None for integers and booleans, in which the reference follows
+    # `actual`.
+    reference: Any = None
 
     @property
     def followed(self) -> Array:
-        """The value in wider floats, or the one that these follow."""
-        return self.low if self.true is None else self.true
+        """The reference, or the integers and booleans that it follows."""
+        return self.actual if self.reference is None else self.reference
 
     def compared(self) -> "Compared":
-        """The pair in one dtype of 32 bits or more."""
-        if not is_float(self.low):
-            return Compared(jnp.not_equal(self.low, self.true))
-        dtype = wide_dtype(self.low.dtype, FLOAT32)
-        return Compared(self.low.astype(dtype), self.true.astype(dtype))
+        """What the host compares: floats in one dtype, or which choices differ."""
+        if not is_float(self.actual):
+            return ComparedChoices(jnp.not_equal(self.actual, self.reference))
+        dtype = wide_dtype(self.actual.dtype, FLOAT32)
+        return ComparedFloats(self.actual.astype(dtype), self.reference.astype(dtype))
 
 
-class Compared(NamedTuple):
-    """A pair as the host compares it.
+class ComparedFloats(NamedTuple):
+    """A pair of floats in one dtype of 32 bits or more."""
 
-    Of a choice, `low` is whether the wider floats decide otherwise, and `true` is None.
-    """
-
-    low: Array
-    true: Array | None = None
+    actual: Array
+    reference: Array
 
     @property
     def figures(self) -> Figures:
-        """How far the two arrays are apart, and how large."""
-        return figures_of(self.low, self.true)
+        """How far the two arrays are apart, and how large they are."""
+        return figures_of(self.actual, self.reference)
+
+
+class ComparedChoices(NamedTuple):
+    """Of each choice in a pair, whether the reference decides otherwise."""
+
+    is_otherwise: Array
+
+    @property
+    def figures(self) -> Figures:
+        """The share of the choices that the reference decides otherwise."""
+        return figures_of_choices(self.is_otherwise)
+
+
+Compared = ComparedFloats | ComparedChoices
+"""A pair as the host compares it."""
 
 
 def exact(x: Array, widths: Widths) -> Pair:
-    """A pair whose two numbers are equal, such as that of a constant."""
+    """A pair whose numbers are equal to their references, such as that of a constant."""
     if not is_float(x):
         return Pair(x)
-    return Pair(widened(x, widths.low), widened(x, widths.true))
+    return Pair(widened(x, widths.actual), widened(x, widths.reference))
 
 
 def compute(
     piece: Piece, widths: Widths, ins: Sequence[Pair]
 ) -> tuple[list[Pair], list[Compared]]:
-    """What a piece leaves to others, and what the host compares for its notes."""
-    env = dict(zip(piece.reads, map(_placed, piece.reads, ins), strict=True))
+    """What a piece leaves to later ones, and what the host compares for its notes."""
+    env = dict(zip(piece.reads, map(_resharded, piece.reads, ins), strict=True))
     to_compare = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
         operands = [_read(v, env, widths) for v in eqn.invars]
         with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
-            pairs = _of_one(eqn, operands, widths)
+            pairs = _results(eqn, operands, widths)
             results = dict(zip(eqn.outvars, pairs, strict=True))
             to_compare += [results[v].compared() for v in instruction.noted.values()]
         for v, pair in results.items():
-            # From here on, wider floats follow a choice.
-            env[v] = pair if is_float(pair.low) else Pair(pair.low)
+            # From here on, the reference follows a choice.
+            env[v] = pair if is_float(pair.actual) else Pair(pair.actual)
     return [env[v] for v in piece.leaves], to_compare
 
 
-def _placed(v: Var, pair: Pair) -> Pair:
+def _resharded(v: Var, pair: Pair) -> Pair:
     """A pair whose arrays lie along explicit axes of a mesh as they did when traced.
 
-    The host may have had them since, and JAX refuses operands that lie differently.
+    The host may have had them in the meantime, and JAX refuses operands that lie
+    differently.
     """
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -135,16 +150,16 @@ def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
     return env[v]
 
 
-def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
+def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation."""
-    lows = in_wide(eqn, [x.low for x in ins], widths.low)
+    actual = in_wide(eqn, [x.actual for x in ins], widths.actual)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, lows))
+        return list(map(Pair, actual))
     if Trait.ONCE in traits(eqn):
-        return [Pair(x, widened(x, widths.true)) for x in lows]
-    trues = in_wide(eqn, [x.followed for x in ins], widths.true)
-    pairs = list(map(Pair, lows, trues))
-    if Trait.CHOOSES in traits(eqn):  # what is sorted is right in any order
+        return [Pair(x, widened(x, widths.reference)) for x in actual]
+    reference = in_wide(eqn, [x.followed for x in ins], widths.reference)
+    pairs = list(map(Pair, actual, reference))
+    if Trait.CHOOSES in traits(eqn):  # a sorted array is right in either order
         return pairs
     return _by_its_choices(pairs)
 
@@ -152,18 +167,18 @@ def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
-    The factors of an LU decomposition mean nothing without its pivots. So where wider
-    floats choose other pivots, their factors are replaced by those beside them.
+    The factors of an LU decomposition mean nothing without its pivots. So where the
+    reference has other pivots, its factors are replaced by the actual ones.
     """
-    choices = [pair for pair in pairs if not is_float(pair.low)]
+    choices = [pair for pair in pairs if not is_float(pair.actual)]
     if not choices or len(choices) == len(pairs):
         return pairs
-    are_same = jnp.all(choices[0].low == choices[0].true)
+    are_same = jnp.all(choices[0].actual == choices[0].reference)
     joined = []
     for pair in pairs:
-        if is_float(pair.low):
-            beside = widened(pair.low, pair.true.dtype)
-            pair = Pair(pair.low, jnp.where(are_same, pair.true, beside))
+        if is_float(pair.actual):
+            actual = widened(pair.actual, pair.reference.dtype)
+            pair = Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
         joined.append(pair)
     return joined
 

@@ -4,12 +4,12 @@ import numpy as np
 
 from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import limits
+from optax_lossscale._diagnosis.notes import least_infinite
 from optax_lossscale._diagnosis.table import Table
 
 _RED = "#d1495b"
 _SMALLEST = 2.0**-24  # of float16, subnormal numbers included
-_LARGEST, _ = limits(np.float16)
+_LARGEST = least_infinite(np.float16)
 
 
 def magnitudes(table: Table, axes: Axes | None = None) -> Axes:

@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
     # floats. Others have the note of the first operand, as they have all of its numbers,
     # or are integers.
     noted: Mapping[int, Var]
-    is_passed: bool  # whether it computes in 16 bits also where float32 is computed
+    stays_narrow: bool  # whether it computes in 16 bits although it is given float32
 
 
 class Piece(NamedTuple):
@@ -73,28 +73,34 @@ class Program(NamedTuple):
     pieces: Sequence[Piece]
 
 
-def program_of(program: ClosedJaxpr | Jaxpr, around: Place, limit: int = 0) -> Program:
+def program_of(program: ClosedJaxpr | Jaxpr, outer: Place, limit: int = 0) -> Program:
     """A program in pieces.
 
     Args:
       program: a jaxpr.
-      around: the place of the equation that holds it.
-      limit: a product ends a piece of more numbers than this.
+      outer: the place of the equation that holds it.
+      limit: a product ends its piece once the results of the piece hold more numbers
+        than this.
     """
     flat = all_flat(program)
-    instructions = [_instruction(eqn, around) for eqn in flat.eqns]
+    instructions = [_instruction(eqn, outer) for eqn in flat.eqns]
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
     return Program(
         flat.ins, flat.outs, constants, _pieces(instructions, flat.outs, limit)
     )
 
 
-def _instruction(eqn: JaxprEqn, around: Place) -> Instruction:
+def _instruction(eqn: JaxprEqn, outer: Place) -> Instruction:
     """An equation in its place, with the programs of a loop or branch in pieces."""
-    place = _place_of(eqn, around)
+    place = _place_of(eqn, outer)
     held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    is_passed = Trait.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
-    return Instruction(eqn, place, held, _noted(eqn), is_passed)
+    return Instruction(
+        eqn,
+        place,
+        held,
+        _noted(eqn),
+        stays_narrow=not held and stays_narrow(eqn),
+    )
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
@@ -115,20 +121,20 @@ def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:
     return {n: v for n, v in results if has_floats or is_float(v)}
 
 
-def _place_of(eqn: JaxprEqn, around: Place) -> Place:
+def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
     """Where an equation is: its line, and the names of the scopes that it is in.
 
     The names come from the stack that JAX keeps for profiles, without what JAX and
     autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
     own = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
-    scopes = [around.scope, *own] if around.scope else own
+    scopes = [outer.scope, *own] if outer.scope else own
     is_transposed = "transpose(" in str(eqn.source_info.name_stack)
     return Place(
         primitive=name_of(eqn),
-        source=line_of(eqn, around.source),
+        source=line_of(eqn, outer.source),
         scope="/".join(scopes),
-        is_derivative=around.is_derivative or is_transposed,
+        is_derivative=outer.is_derivative or is_transposed,
         terms=terms_of(eqn),
     )
 
@@ -143,9 +149,9 @@ def _pieces(
     for part in reversed(list(parts)):
         made: dict[Var, None] = {}
         read: dict[Var, None] = {}
-        for one in part:
-            made.update(dict.fromkeys(one.eqn.outvars))
-            read.update(dict.fromkeys(variables(one.eqn.invars)))
+        for instruction in part:
+            made.update(dict.fromkeys(instruction.eqn.outvars))
+            read.update(dict.fromkeys(variables(instruction.eqn.invars)))
         leaves = [v for v in made if v in needed]
         reads = [v for v in read if v not in made]
         frees = frozenset(reads) - needed
@@ -159,14 +165,14 @@ def _parts(
 ) -> Iterator[list[Instruction]]:
     """The instructions of each piece, of which some have none."""
     part: list[Instruction] = []
-    for one in instructions:
-        if one.programs:
+    for instruction in instructions:
+        if instruction.programs:
             yield part
-            yield [one]
+            yield [instruction]
             part = []
             continue
-        part.append(one)
-        is_product = Trait.PRODUCT in traits(one.eqn)
+        part.append(instruction)
+        is_product = Trait.PRODUCT in traits(instruction.eqn)
         if is_product and _numbers(part) > limit:
             yield part
             part = []
@@ -175,7 +181,7 @@ def _parts(
 
 def _numbers(instructions: Sequence[Instruction]) -> int:
     """How many numbers the results of instructions have."""
-    results = (v for one in instructions for v in one.eqn.outvars)
+    results = (v for instruction in instructions for v in instruction.eqn.outvars)
     return sum(size_of(v.aval) for v in results if dtype_in(v) is not None)
 
 
@@ -185,13 +191,13 @@ def _key(
     """A key that is equal for instructions that compute the same."""
     numbers = {v: n for n, v in enumerate(reads)}
     key: list[Hashable] = [v.aval for v in reads]
-    for one in instructions:
+    for instruction in instructions:
         operands = tuple(
             key_of_literal(v) if isinstance(v, Literal) else numbers[v]
-            for v in one.eqn.invars
+            for v in instruction.eqn.invars
         )
-        key.append((key_of(one.eqn), operands))
-        for v in one.eqn.outvars:
+        key.append((key_of(instruction.eqn), operands))
+        for v in instruction.eqn.outvars:
             numbers[v] = len(numbers)
     key.append(tuple(numbers[v] for v in leaves))
     return hashable(tuple(key), instructions)

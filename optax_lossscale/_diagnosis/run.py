@@ -23,7 +23,7 @@ from optax_lossscale._diagnosis.scale import (
     InitialScale,
     first_overflow,
 )
-from optax_lossscale._diagnosis.shadow import Argument, Shadow
+from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value, notes_of
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
@@ -51,19 +51,19 @@ class Run(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether loss and gradients are finite as the program computes them."""
-        return all(np.isfinite(x.pair.low).all() for x in self.results.values())
+        return all(np.isfinite(x.pair.actual).all() for x in self.results.values())
 
     @property
-    def is_finite_in_float32(self) -> bool:
-        """Whether loss and gradients are finite in float32."""
-        return all(np.isfinite(x.pair.true).all() for x in self.results.values())
+    def is_reference_finite(self) -> bool:
+        """Whether the references of loss and gradients are finite."""
+        return all(np.isfinite(x.pair.reference).all() for x in self.results.values())
 
 
 class Fit(NamedTuple):
     """Which loss scale fits, and the run at it."""
 
     run: Run  # the run at 1, if none fits
-    # None if the loss or float32's results are not finite, or gradients at no scale
+    # None if the loss or a float32 result is not finite, or gradients are at no scale.
     scale: InitialScale | None = None
     overflow: Note | None = None  # what overflows first above the largest scale
 
@@ -84,28 +84,32 @@ class Runs(NamedTuple):
 
     @property
     def not_compared(self) -> tuple[tuple[str, str], ...]:
-        """What computes in 16 bits even in float32: each operation with its line."""
-        passed = [note for note in self.at_1.notes if note.is_passed]
-        return tuple(dict.fromkeys((one.primitive, one.source) for one in passed))
+        """Each operation that has no float32 version, with its line."""
+        operations = [
+            (note.primitive, note.source)
+            for note in self.at_1.notes
+            if note.stays_narrow or note.is_shared
+        ]
+        return tuple(dict.fromkeys(operations))
 
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
     program = program_of(gradient.jaxpr, Place())
-    shadow = Shadow(program, gradient.arguments, AS_WRITTEN)
+    shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
     if not _is_in_doubt(fit.run):
         return Runs(at_1, fit, None)
     with jax.enable_x64(True):
-        shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
+        shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
         return Runs(at_1, fit, _run(shadow, gradient, fit.run.scale))
 
 
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
     for note in notes_of(run.results.values()):
-        if note.error > TOLERANCE or not note.is_finite:
+        if note.error > TOLERANCE or not note.is_reference_finite:
             return True
     for note in run.notes:
         is_off_inside = note.off_share > LARGE_SHARE and not note.is_backward
@@ -116,7 +120,7 @@ def _is_in_doubt(run: Run) -> bool:
 
 def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     """Which scale fits, by the run at a loss scale of 1 and perhaps further ones."""
-    if not at_1.is_finite_in_float32 or not np.isfinite(at_1.loss.pair.low):
+    if not at_1.is_reference_finite or not np.isfinite(at_1.loss.pair.actual):
         return Fit(at_1)
     first, overflow = first_overflow(at_1.notes, at_1.scale)
     largest = first - 1
@@ -163,7 +167,7 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
     (loss, *others), notes = shadow(seed)
-    names = [one.name for one in gradient.arguments if one.is_parameter]
+    names = [argument.name for argument in gradient.arguments if argument.is_parameter]
     grads = others[: len(names)]
     aux = others[len(names) :]
     return Run(scale, loss, dict(zip(names, grads, strict=True)), aux, notes)

@@ -16,10 +16,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.notes import ALL, Note, limits
+from optax_lossscale._diagnosis.notes import ALL, Note, least_infinite, least_normal
 from optax_lossscale._diagnosis.value import Value
 
-HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
+# The exponent of the largest scale. A larger one has a reciprocal that is subnormal in
+# float32, and flushed to zero.
+HIGHEST = 126
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
 # An equation that enlarges numbers by more than this is at fault for their size.
@@ -72,7 +74,7 @@ class Underflow(NamedTuple):
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
     """The exponent of the first scale with an overflow, and the note of what causes it.
 
-    If no scale up to 2**HIGHEST has one, that is HIGHEST + 1, and None.
+    If nothing overflows up to a scale of 2**HIGHEST, they are HIGHEST + 1 and None.
 
     Args:
       notes: the notes of a run.
@@ -82,8 +84,7 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
     for note in notes:
         is_real = jnp.issubdtype(note.dtype, jnp.floating)
         if note.is_backward and note.largest and is_real:
-            infinite, _ = limits(note.dtype)
-            room[note] = math.log2(infinite / note.largest)
+            room[note] = math.log2(least_infinite(note.dtype) / note.largest)
     first = min(room, key=room.__getitem__, default=None)
     if first is None:
         return HIGHEST + 1, None
@@ -94,9 +95,10 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
 
 
 def _made_large(note: Note) -> Note:
-    """Where a backward pass made numbers large: at the largest jump up to `note`.
+    """The note of the equation that enlarged the numbers of a backward pass most.
 
-    Without a jump of at least `_ENLARGED`, this is `note` itself.
+    It is `note`, or one of those that `note` goes back to. If none of the equations
+    enlarged numbers by more than `_ENLARGED`, it is `note`.
     """
     at = note
     largest_jump = _ENLARGED
@@ -117,44 +119,56 @@ def underflow(
 ) -> dict[str, Underflow]:
     """The underflow of each group of parameters that loses a notable share.
 
-    A group has the parameters whose names differ in numbers only. The group of all
-    parameters comes first, then the one that loses most.
+    The parameters whose names differ only in numbers are a group. The group of all
+    parameters comes first, and then the one that loses most.
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
-      fitting: those of a run at the scale that fits.
-      determined: the names of those that float32 determines.
+      fitting: the gradients of a run at the scale that fits.
+      determined: the names of the gradients that float32 determines.
     """
-    groups: dict[str, list[np.ndarray]] = defaultdict(list)
+    groups: dict[str, list[_Numbers]] = defaultdict(list)
     for name, value in at_1.items():
         if name in determined:
-            columns = _sizes_lost_left(value, fitting[name])
-            groups[ALL].append(columns)
-            groups[without_numbers(name)].append(columns)
+            numbers = _numbers(value, fitting[name])
+            groups[ALL].append(numbers)
+            groups[without_numbers(name)].append(numbers)
     found = {}
-    for group, parts in groups.items():
-        sizes, lost, left = np.concatenate(parts, axis=1)
-        count = max(sizes.size, 1)
-        share_lost = float(lost.sum()) / count
-        share_left = float(left.sum()) / count
-        if max(share_lost, share_left) > NOTABLE:
-            found[group] = Underflow(share_lost, share_left, _bits(sizes))
+    for name, group in groups.items():
+        of_group = _underflow(group)
+        if max(of_group.lost, of_group.left) > NOTABLE:
+            found[name] = of_group
     return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 
-def _sizes_lost_left(at_1: Value, fitting: Value) -> np.ndarray:
-    """Rows for a gradient's numbers: their size in float32, and flags if lost, if left so.
+class _Numbers(NamedTuple):
+    """The numbers of a gradient, without those that no scale keeps."""
 
-    Those that no scale keeps are left out.
-    """
-    sizes = _sizes(at_1.pair.true)
+    sizes: np.ndarray  # their absolute values in float32
+    are_lost: np.ndarray  # which of them underflow at a loss scale of 1
+    are_left: np.ndarray  # which of them still do at the scale that fits
+
+
+def _numbers(at_1: Value, fitting: Value) -> _Numbers:
+    """The numbers of a gradient, in a run at 1 and in one at the scale that fits."""
+    sizes = _sizes(at_1.pair.reference)
     may_be_kept = sizes > sizes.max(initial=0) * _REACH
     # What is gone at a scale at which float16 holds it has cancelled.
-    is_held = _sizes(fitting.pair.true) >= limits(np.float16)[1]
+    is_held = _sizes(fitting.pair.reference) >= least_normal(np.float16)
     has_cancelled = _is_gone(fitting) & is_held
-    lost = _is_gone(at_1) & ~has_cancelled
-    left = _is_gone(fitting) & ~is_held
-    return np.stack([sizes, lost, left])[:, may_be_kept]
+    are_lost = _is_gone(at_1) & ~has_cancelled
+    are_left = _is_gone(fitting) & ~is_held
+    return _Numbers(sizes[may_be_kept], are_lost[may_be_kept], are_left[may_be_kept])
+
+
+def _underflow(group: Sequence[_Numbers]) -> Underflow:
+    """The underflow of the numbers of several gradients."""
+    sizes = np.concatenate([numbers.sizes for numbers in group])
+    n_lost = sum(np.count_nonzero(numbers.are_lost) for numbers in group)
+    n_left = sum(np.count_nonzero(numbers.are_left) for numbers in group)
+    count = max(sizes.size, 1)
+    bits = _bits(sizes) if sizes.size else 0
+    return Underflow(n_lost / count, n_left / count, bits)
 
 
 def _sizes(x: ArrayLike) -> np.ndarray:
@@ -164,14 +178,14 @@ def _sizes(x: ArrayLike) -> np.ndarray:
 
 def _is_gone(value: Value) -> np.ndarray:
     """Which numbers of a gradient are zero, or subnormal if it was made in float16."""
-    sizes = _sizes(value.pair.low)
+    sizes = _sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:
-        return sizes < limits(np.float16)[1]
+        return sizes < least_normal(np.float16)
     return sizes == 0
 
 
 def _bits(sizes: np.ndarray) -> int:
     """The exponent of the least loss scale that loses next to none of these numbers."""
-    _, exponents = np.frexp(sizes / np.float32(limits(np.float16)[1]))
+    _, exponents = np.frexp(sizes / np.float32(least_normal(np.float16)))
     bits = np.quantile(1 - exponents, 1 - NOTABLE, method="inverted_cdf")
     return int(np.clip(bits, 0, HIGHEST))

@@ -1,9 +1,10 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`Shadow(program, arguments, widths)(seed)` returns the results as pairs with notes, and
-all notes of the run. Pieces without loops are compiled, and the figures of their
-results are computed on the host. Python runs loops and branches around such pieces, and so
-knows the round in which it is.
+`run_to_seed(program, arguments, widths)` runs the pieces before the first that reads the
+seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
+returns the results as pairs with notes, and all notes of the run. Pieces without loops
+are compiled, and the figures of their results are computed on the host. Loops and
+branches are run in Python, which knows the number of each round.
 """
 
 import functools
@@ -42,161 +43,202 @@ class Argument(NamedTuple):
     is_seed: bool = False  # whether it is the seed of the backward pass
 
 
-class Around(NamedTuple):
-    """What is around a program that runs."""
+class Context(NamedTuple):
+    """Where a program runs: in which rounds of loops, and on which devices."""
 
-    rounds: tuple[int, ...] = ()  # the rounds of the loops, the outermost first
+    rounds: tuple[int, ...] = ()  # the outermost loop first
     devices: Devices = Devices()
 
 
-class Shadow:
-    """A program to be run in pairs for any seed, its last argument.
+def run_to_seed(
+    program: Program, arguments: Sequence[Argument], widths: Widths
+) -> "Shadow":
+    """Runs a program in pairs up to the first piece that reads its seed.
 
-    The pieces before the first that reads the seed are run once, when this is made.
+    Args:
+      program: a program whose last argument is the seed.
+      arguments: all arguments but the seed.
+      widths: the floats of each pair.
     """
+    *others, seed = program.takes
+    without_seed = program._replace(takes=others)
+    before_seed = list(
+        itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
+    )
+    compiler = _Compiler(widths)
+    runner = _Runner(compiler, notes=())
+    values = [_value_of(argument, widths) for argument in arguments]
+    env = runner.env_of(without_seed, values, Context())
+    return Shadow(
+        compiler,
+        seed,
+        env=runner.after(before_seed, env, Context()),
+        notes=runner.notes,
+        pieces=program.pieces[len(before_seed) :],
+        gives=program.gives,
+    )
 
-    def __init__(self, program: Program, arguments: Sequence[Argument], widths: Widths):
-        self._widths = widths
-        self._compiled: dict[Hashable, Callable] = {}
-        self._notes: list[Note] = []  # of the run, so far
-        self._said = time.monotonic()
-        *_, self._seed = program.takes
-        self._gives = program.gives
-        before_seed = list(
-            itertools.takewhile(lambda x: self._seed not in x.reads, program.pieces)
-        )
-        self._pieces_from_seed = program.pieces[len(before_seed) :]
-        env = self._given(program, map(self._argument, arguments), Around())
-        self._env_before_seed = self._after(before_seed, env, Around())
-        self._notes_before_seed = tuple(self._notes)
+
+class Shadow(NamedTuple):
+    """A program that has run in pairs up to its seed. A call runs the rest of it."""
+
+    compiler: "_Compiler"
+    seed: Var
+    env: Env  # the values that do not depend on the seed
+    notes: Sequence[Note]  # those of the pieces that have run
+    pieces: Sequence[Piece]  # those that have not run
+    gives: Sequence[Atom]  # the results of the program
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running.
 
-        The results have notes about them alone.
+        The note of a result is about its own numbers, also where these were only moved.
         """
-        self._notes = list(self._notes_before_seed)
-        env = {**self._env_before_seed, self._seed: self._argument(seed)}
-        env = self._after(self._pieces_from_seed, env, Around())
+        runner = _Runner(self.compiler, self.notes)
+        env = {**self.env, self.seed: _value_of(seed, self.compiler.widths)}
+        env = runner.after(self.pieces, env, Context())
         results = []
-        for value in self._read(self._gives, env, Around()):
+        for value in runner.read(self.gives, env, Context()):
             on_host = value.each(np.asarray)
             results.append(noted_alone(on_host.pair, [on_host]))
-        return results, self._notes
+        return results, runner.notes
 
-    # --- values ---
 
-    def _argument(self, one: Argument) -> Value:
-        """The value of an argument of the whole program."""
-        pair = exact(one.array, self._widths)
-        figures = Figures() if pair.true is None else pair.compared().figures
-        note = Note(
-            **vars(figures),
-            place=Place(name=one.name, is_parameter=one.is_parameter),
-            dtype=dtype_in(one.array),
-            is_backward=one.is_seed,
-        )
-        return Value(pair, note)
+def _value_of(argument: Argument, widths: Widths) -> Value:
+    """The value of an argument of the whole program."""
+    pair = exact(argument.array, widths)
+    figures = Figures() if pair.reference is None else pair.compared().figures
+    note = Note(
+        **vars(figures),
+        place=Place(name=argument.name, is_parameter=argument.is_parameter),
+        dtype=dtype_in(argument.array),
+        is_backward=argument.is_seed,
+    )
+    return Value(pair, note)
 
-    def _constant(self, x: np.ndarray, around: Around) -> Value:
-        """A constant of a program as a value, which is the same on each device."""
-        return around.devices.everywhere(Value(exact(x, self._widths)))
 
-    def _given(self, program: Program, values: Iterable[Value], around: Around) -> Env:
-        """What a program has before it runs: its constants and arguments."""
-        constants = {v: self._constant(x, around) for v, x in program.constants.items()}
-        return {**constants, **dict(zip(program.takes, values, strict=False))}
+class _Compiler:
+    """Compiles pieces. Those that compute the same share what is compiled for one."""
 
-    def _read(self, atoms: Iterable[Atom], env: Env, around: Around) -> list[Value]:
-        """The values of variables and literals."""
-        values = []
-        for v in atoms:
-            if isinstance(v, Literal):
-                number = np.asarray(v.val, dtype_in(v))
-                values.append(self._constant(number, around))
-            else:
-                values.append(env[v])
-        return values
+    def __init__(self, widths: Widths):
+        self.widths = widths
+        self._compiled: dict[Hashable, Callable] = {}
 
-    # --- running ---
-
-    def _run(
-        self, program: Program, values: Sequence[Value], around: Around
-    ) -> list[Value]:
-        """The results of a program."""
-        env = self._given(program, values, around)
-        env = self._after(program.pieces, env, around)
-        return self._read(program.gives, env, around)
-
-    def _after(self, pieces: Sequence[Piece], env: Env, around: Around) -> Env:
-        """The values after pieces have run, without those that no later piece reads."""
-        for piece in pieces:
-            if piece.instructions[0].programs:
-                made = self._run_inside(piece.instructions[0], env, around)
-            else:
-                made = self._compute(piece, env, around)
-            left = {v: value for v, value in env.items() if v not in piece.frees}
-            env = {**left, **made}
-        return env
-
-    def _run_inside(self, instruction: Instruction, env: Env, around: Around) -> Env:
-        """The results of a loop or branch, whose programs are run piece by piece."""
-
-        def run(program, values, *turn):
-            rounds = (*around.rounds, *turn)
-            return self._run(program, values, around._replace(rounds=rounds))
-
-        eqn = instruction.eqn
-        kind = traits(eqn)
-        ins = self._read(eqn.invars, env, around)
-        if Trait.SCANS in kind:
-            results = loops.scan(instruction, ins, run, len(around.devices.maps))
-        elif Trait.WAITS in kind:
-            results = loops.while_loop(instruction, ins, run)
-        elif Trait.BRANCHES in kind:
-            results = loops.cond(instruction, ins, run)
-        else:
-            results = self._run_on_devices(instruction, ins, around)
-        return dict(zip(eqn.outvars, results, strict=True))
-
-    def _run_on_devices(
-        self, instruction: Instruction, ins: Sequence[Value], around: Around
-    ) -> list[Value]:
-        """The results of a `shard_map`."""
-        eqn = instruction.eqn
-        devices = around.devices.inside(eqn)
-        (program,) = instruction.programs
-        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
-        results = self._run(program, entered, around._replace(devices=devices))
-        return list(map(devices.left, results, eqn.params["out_specs"]))
-
-    def _compute(self, piece: Piece, env: Env, around: Around) -> Env:
-        """What a piece without loops leaves to others, by compiled code."""
-        operands = [env[v].pair for v in piece.reads]
-        results, compared = self._compiled_for(piece, around.devices)(operands)
-        notes = self._notes_after(piece, compared, env, around)
-        self._say_at(piece)
-        left = zip(piece.leaves, results, strict=True)
-        return {v: Value(pair, notes[v]) for v, pair in left}
-
-    def _compiled_for(self, piece: Piece, devices: Devices) -> Callable:
-        """The compiled code of a piece, which pieces that compute the same share."""
+    def compiled(self, piece: Piece, devices: Devices) -> Callable:
+        """`pairs.compute` of a piece on these devices, as a function of its operands."""
         key = (piece.key, devices)
         if key not in self._compiled:
-            function = functools.partial(pairs.compute, piece, self._widths)
+            function = functools.partial(pairs.compute, piece, self.widths)
             self._compiled[key] = jax.jit(
                 devices.over(function), compiler_options=pairs.compiler_options()
             )
         return self._compiled[key]
 
-    def _notes_after(
-        self, piece: Piece, compared: Sequence[Compared], env: Env, around: Around
-    ) -> dict[Var, Note | None]:
-        """The notes of all values that a piece reads or makes.
 
-        A result without a note of its own has that of the first operand.
+class _Runner:
+    """One run in pairs, which adds the note of each result to `notes`."""
+
+    def __init__(self, compiler: _Compiler, notes: Sequence[Note]):
+        self.notes = list(notes)
+        self._compiler = compiler
+        self._reported = time.monotonic()  # when progress was last reported
+
+    # --- values ---
+
+    def env_of(
+        self, program: Program, values: Iterable[Value], context: Context
+    ) -> Env:
+        """The values that a program begins with: its constants and arguments."""
+        constants = {
+            v: self._constant(x, context) for v, x in program.constants.items()
+        }
+        return {**constants, **dict(zip(program.takes, values, strict=True))}
+
+    def read(self, atoms: Iterable[Atom], env: Env, context: Context) -> list[Value]:
+        """The values of variables and literals."""
+        values = []
+        for v in atoms:
+            if isinstance(v, Literal):
+                number = np.asarray(v.val, dtype_in(v))
+                values.append(self._constant(number, context))
+            else:
+                values.append(env[v])
+        return values
+
+    def _constant(self, x: np.ndarray, context: Context) -> Value:
+        """A constant of a program as a value, which is the same on each device."""
+        return context.devices.everywhere(Value(exact(x, self._compiler.widths)))
+
+    # --- running ---
+
+    def _run(
+        self, program: Program, values: Sequence[Value], context: Context
+    ) -> list[Value]:
+        """The results of a program."""
+        env = self.env_of(program, values, context)
+        env = self.after(program.pieces, env, context)
+        return self.read(program.gives, env, context)
+
+    def after(self, pieces: Sequence[Piece], env: Env, context: Context) -> Env:
+        """The values after pieces have run, without those that no later piece reads."""
+        for piece in pieces:
+            if piece.instructions[0].programs:
+                made = self._run_inside(piece.instructions[0], env, context)
+            else:
+                made = self._compute(piece, env, context)
+            kept = {v: value for v, value in env.items() if v not in piece.frees}
+            env = {**kept, **made}
+        return env
+
+    def _run_inside(self, instruction: Instruction, env: Env, context: Context) -> Env:
+        """The results of a loop or branch, whose programs are run piece by piece."""
+
+        def run(program, values, *turn):  # `turn`: the number of the round, in a loop
+            rounds = (*context.rounds, *turn)
+            return self._run(program, values, context._replace(rounds=rounds))
+
+        eqn = instruction.eqn
+        kind = traits(eqn)
+        ins = self.read(eqn.invars, env, context)
+        if Trait.SCANS in kind:
+            results = loops.scan(instruction, ins, run, len(context.devices.maps))
+        elif Trait.WAITS in kind:
+            results = loops.while_loop(instruction, ins, run)
+        elif Trait.BRANCHES in kind:
+            results = loops.cond(instruction, ins, run)
+        else:
+            results = self._run_on_devices(instruction, ins, context)
+        return dict(zip(eqn.outvars, results, strict=True))
+
+    def _run_on_devices(
+        self, instruction: Instruction, ins: Sequence[Value], context: Context
+    ) -> list[Value]:
+        """The results of a `shard_map`."""
+        eqn = instruction.eqn
+        devices = context.devices.inside(eqn)
+        (program,) = instruction.programs
+        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
+        results = self._run(program, entered, context._replace(devices=devices))
+        return list(map(devices.exited, results, eqn.params["out_specs"]))
+
+    def _compute(self, piece: Piece, env: Env, context: Context) -> Env:
+        """What a piece without loops leaves to others, by compiled code."""
+        operands = [env[v].pair for v in piece.reads]
+        compute = self._compiler.compiled(piece, context.devices)
+        pairs_left, compared = compute(operands)
+        notes = self._note_results(piece, compared, env, context)
+        self._report_progress(piece)
+        results = zip(piece.leaves, pairs_left, strict=True)
+        return {v: Value(pair, notes[v]) for v, pair in results}
+
+    def _note_results(
+        self, piece: Piece, compared: Sequence[Compared], env: Env, context: Context
+    ) -> dict[Var, Note | None]:
+        """Notes the results of a piece; returns the notes of all that it reads or makes.
+
+        A result without a note of its own has that of the first operand that has one.
         """
-        left = iter(compared)
+        compared_in_order = iter(compared)
         notes = {v: env[v].note for v in piece.reads}
         for instruction in piece.instructions:
             eqn = instruction.eqn
@@ -205,22 +247,22 @@ class Shadow:
             notes.update(dict.fromkeys(eqn.outvars, reads[0] if reads else None))
             for position, v in instruction.noted.items():
                 note = note_of(
-                    next(left).figures,
+                    next(compared_in_order).figures,
                     instruction.place,
                     dtype_in(v),
                     reads,
-                    around.rounds,
+                    context.rounds,
                     position,
-                    is_passed=instruction.is_passed and is_float(v),
+                    stays_narrow=instruction.stays_narrow and is_float(v),
                 )
                 notes[v] = note
-                self._notes.append(note)
+                self.notes.append(note)
         return notes
 
-    def _say_at(self, piece: Piece) -> None:
-        """Prints a line of progress, if none has been printed for a while."""
-        if time.monotonic() - self._said > _PATIENCE:
-            self._said = time.monotonic()
+    def _report_progress(self, piece: Piece) -> None:
+        """Prints a line to stderr, if none has been printed for `_PATIENCE` seconds."""
+        if time.monotonic() - self._reported > _PATIENCE:
+            self._reported = time.monotonic()
             line = piece.instructions[-1].place.source
-            progress = f"diagnose: {len(self._notes)} results, at {line}"
+            progress = f"diagnose: {len(self.notes)} results, at {line}"
             print(progress, file=sys.stderr, flush=True)

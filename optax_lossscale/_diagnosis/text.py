@@ -22,13 +22,13 @@ def wrapped(paragraph: str) -> str:
 def some(names: Sequence[str]) -> str:
     """The first names of a list, as in `a, b, c and 2 more`."""
     first = ", ".join(names[:_NAMED])
-    left = len(names) - _NAMED
-    return f"{first} and {left} more" if left > 0 else first
+    further = len(names) - _NAMED
+    return f"{first} and {further} more" if further > 0 else first
 
 
 def lines_of(operations: Iterable[Any]) -> str:
     """The first lines of source code of operations, each once."""
-    return some(list(dict.fromkeys(one.source for one in operations)))
+    return some(list(dict.fromkeys(operation.source for operation in operations)))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -29,12 +29,12 @@ def notes_of(values: Iterable[Value]) -> list[Note]:
 
 
 def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
-    """A value whose numbers were moved from others, with a note about it alone."""
+    """A value whose numbers were moved from others, with a note about its own numbers."""
     reads = notes_of(others)
     if not reads:
         return Value(pair)
     first = reads[0]
-    if not is_float(pair.low):
+    if not is_float(pair.actual):
         return Value(pair, first)
     with np.errstate(over="ignore"):
         figures = pair.compared().figures

@@ -18,7 +18,7 @@ from optax_lossscale._diagnosis.notes import (
     THE_LOSS,
     Note,
     all_before,
-    limits,
+    least_normal,
 )
 from optax_lossscale._diagnosis.run import Run, Runs
 from optax_lossscale._diagnosis.value import notes_of
@@ -83,7 +83,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
         if note is None:  # it is a constant, and so exact
             if name == THE_LOSS:
                 off[name] = 0.0
-        elif not note.is_finite:
+        elif not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
             wrong.append(_entry(name, math.inf, cause, run))
         elif _can_be_judged(runs, name, note):
@@ -93,7 +93,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             elif note.typical or cause.how not in _OF_DIFFERENCES:
                 off[name] = how_far
                 wrong.append(_entry(name, how_far, cause, run))
-    wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
+    wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
     return off, wrong
 
 
@@ -115,7 +115,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
         if note.bad:
             return [_entry(A_VALUE_INSIDE, note.error, cause_of(note), run)]
     spread = _spread(runs)
-    least = limits(np.float16)[1] if np.float16 in dtypes else 0.0
+    least = least_normal(np.float16) if np.float16 in dtypes else 0.0
     counts = {
         read
         for note in [*spread, *aux]
@@ -156,12 +156,12 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
     """
     if runs.in_float32:
-        by_own_choices = runs.in_float32.results[name].pair.low
+        by_own_choices = runs.in_float32.results[name].pair.actual
         if np.isfinite(by_own_choices).all():
             before = set(all_before([note]))
-            for one in runs.fitting.notes:
-                if one.bad and one in before:
-                    return cause_of(one)
+            for earlier in runs.fitting.notes:
+                if earlier.bad and earlier in before:
+                    return cause_of(earlier)
     return cause_in_float32(note)
 
 
@@ -195,9 +195,10 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
     if off <= TOLERANCE:
         return note.error, None
     at_1 = runs.at_1.by_result
-    for one in run.notes:
-        if _out_of_proportion(at_1.get(one.result), one, run.scale) > TOLERANCE:
-            return off, Cause(How.IS_NOT_LINEAR, one)
+    for computed in run.notes:
+        beside = at_1.get(computed.result)
+        if _out_of_proportion(beside, computed, run.scale) > TOLERANCE:
+            return off, Cause(How.IS_NOT_LINEAR, computed)
     return off, Cause(How.IS_NOT_LINEAR, note)
 
 

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
-from optax_lossscale._programs.walk import arguments_of, carried_by
+from optax_lossscale._programs.walk import carried_by, programs_with_operands
 
 Arrays = Sequence[Any]
 """Arrays, traced or not, in the order of a program's arguments or results."""
@@ -81,7 +81,7 @@ def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 
 def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
-    (condition, of_condition), (_, of_body) = arguments_of(eqn)
+    (condition, of_condition), (_, of_body) = programs_with_operands(eqn)
     carried = carried_by(eqn)
 
     def inputs(positions, carry):

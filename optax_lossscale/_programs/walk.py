@@ -1,8 +1,8 @@
 """The programs that an equation holds, with the operands that they take.
 
-`programs_in` gives the programs that an equation holds, `arguments_of` also the
+`programs_in` gives the programs that an equation holds, `programs_with_operands` also the
 operands of each by their positions, and `carried_by` the positions of a loop's carry.
-For a `scan` with 2 constants, 1 carry and 1 array to scan over, `arguments_of` gives
+For a `scan` with 2 constants, 1 carry and 1 array to scan over, `programs_with_operands` gives
 `[(body, range(0, 4))]`, and `carried_by` `range(2, 3)`.
 """
 
@@ -33,7 +33,7 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
     return [leaf for leaf in leaves if is_program(leaf)]
 
 
-def arguments_of(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
+def programs_with_operands(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation that is entered, each with its operands.
 
     The operands are given by their positions among those of the equation.
@@ -55,9 +55,9 @@ def arguments_of(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
 def giving_results(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs whose results are those of the equation, each with its operands.
 
-    They are all that `arguments_of` gives but for the condition of a `while`.
+    They are all that `programs_with_operands` gives but for the condition of a `while`.
     """
-    entered = arguments_of(eqn)
+    entered = programs_with_operands(eqn)
     return entered[1:] if Trait.WAITS in traits(eqn) else entered
 
 

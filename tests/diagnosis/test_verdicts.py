@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.experimental import pallas
+from jax.experimental import io_callback, pallas
 
 import optax_lossscale as ols
 
@@ -411,6 +411,52 @@ def called_after(x, w):
 def test_an_operand_that_was_widened_far_away_is_known(function, rows, widened):
     report = ols.dtype_report(function, jnp.ones((4, 12), F16), jnp.ones((rows, 4)))
     assert sum(p.count for p in report.products if p.is_widened) == widened
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_what_runs_once_is_said_to_be_the_same_in_float32(dtype):
+    def loss_fn(w, x):
+        read = io_callback(lambda: np.ones(8, dtype), jax.ShapeDtypeStruct((8,), dtype))
+        return jnp.mean((w.astype(F16) * x).astype(F32) * read)
+
+    found = ols.diagnose(loss_fn, jnp.ones(8), jnp.ones(8, F16))
+    ((operation, line),) = found.not_compared
+    assert operation == "io_callback"
+    page = " ".join(str(found).split())
+    expected = (
+        f"Not compared: io_callback at {line}, whose results float32 takes as they are."
+    )
+    assert expected in page
+
+
+@pytest.mark.parametrize(
+    ("number", "what_it_does"), [(np.inf, "overflows"), (np.nan, "is undefined")]
+)
+def test_what_a_callback_in_float32_makes_infinite_is_so_in_float32(
+    number, what_it_does
+):
+    def loss_fn(w, x):
+        like = jax.ShapeDtypeStruct((8,), F32)
+        read = io_callback(lambda: np.full(8, number, np.float32), like)
+        return jnp.mean((w.astype(F16) * x).astype(F32) + read)
+
+    found = ols.diagnose(loss_fn, jnp.ones(8), jnp.ones(8, F16))
+    assert found.wrong[0].is_in_float32
+    assert found.wrong[0].how == what_it_does
+    assert found.verdict.startswith("The loss is not finite in float32 either")
+    assert "Give io_callback" not in str(found)
+
+
+def test_an_overflow_that_a_callback_passes_on_is_found():
+    def loss_fn(w, x):
+        y = (lax.stop_gradient(w).astype(F16) * x).astype(F32)
+        y = io_callback(lambda y: y, jax.ShapeDtypeStruct(y.shape, F32), y)
+        return jnp.mean(y) + jnp.mean(w)
+
+    found = ols.diagnose(loss_fn, jnp.full(8, 1e3), jnp.full(8, 1e3, F16))
+    assert found.wrong[0].how == "overflows"
+    assert found.wrong[0].place.primitive == "mul"
+    assert "in float32 either" not in found.verdict
 
 
 def test_what_a_kernel_makes_infinite_is_not_said_to_be_so_in_float32():
