@@ -20,7 +20,7 @@ The plan is made in passes, each a pure function in a file of its own:
    recomputes.
 
 `plan` calls `facts` and `store` for the program, and for each program in a loop, a
-branch and so on. Each of them is seen without its calls, as `flat` returns it. The body
+branch and so on. Each of them is seen without its short calls, as `flat` returns it. The body
 of a loop is classified until the kinds of its carry hold in every round. `run` runs the
 plan: `enter` replaces the programs in an equation, and `derivatives` those with a
 custom rule.

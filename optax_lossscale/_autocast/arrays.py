@@ -92,7 +92,8 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
     """An array as the program takes it, in float32 if it is low; else None."""
     if not is_traceable(x):
         return None
-    is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
+    # `np.dtype("float64") == None` is True
+    is_low = low is not None and x.dtype == low
     return astype(x, FLOAT32) if is_low else x
 
 

@@ -61,8 +61,9 @@ def autocast(
         or with what is multiplied by a parameter of shape (), such as a step size, stay
         in float32. So list only parameters, and those of usual sizes. A
         recurrent state, or weights that inner steps update, would lose digits in 16
-        bits; a mask of -1e9 or statistics of 1e5, also those inside of a module, would
-        become infinite there.
+        bits; a mask of -1e9 or statistics of 1e5 would become infinite there. In Flax
+        NNX, the `nnx.Param`s among the arguments are the parameters, whatever `argnums`
+        says, and no other variables are. Of other modules, every array counts.
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results

@@ -4,8 +4,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import is_product
@@ -23,6 +23,6 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     return all(map(_are_all_cheap, programs_in(eqn)))
 
 
-@remembered
+@cached_by_program
 def _are_all_cheap(program: Any) -> bool:
     return all(map(is_cheap, open_jaxpr(program).eqns))

@@ -5,9 +5,9 @@ the size 1, so that 16 bits can hold either. But mean and norm have to be its ow
 the norm of another value, or over a mean, which may be 0, a value may have any size.
 
 So each result on the way has a *part*: what it is, and of which value. The results of
-`x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, three times its
-power (the sum of the squares, also if it is divided or has an epsilon), its inverse
-norm, and `x` normalized. The parts of `x` minus its mean are *centred*: their power is
+`x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, its power thrice
+over (the sum, the sum over 8, and that plus the epsilon), its inverse norm, and `x`
+normalized. The parts of `x` minus its mean are *centred*: their power is
 the variance of `x`.
 
 The axes of a mean or a norm are not looked at, nor is the order of its numbers. So rows
@@ -34,7 +34,8 @@ class Part(NamedTuple):
     # a "number" if it is not, or "other" if it is negative.
     what: str
     is_centred: bool = False  # whether it is that of the value minus its mean
-    terms: float = 1  # how many are summed, over what divides the sum: 1 for a mean
+    # The number of terms summed, divided by the divisor: 1 for a mean, 8 for a sum of 8
+    terms: float = 1
 
 
 # What an operation makes of parts of one value. The cell `formula` in the row of the

@@ -19,12 +19,12 @@ from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
 from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import carried_by, giving_results
+from optax_lossscale._programs.walk import carried_by, result_programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def plan_for(
     return _plan(jaxpr, takes, gives, tuple(kinds), nothing, casting)
 
 
-@remembered
+@cached_by_program
 def _plan(
     jaxpr: Any,
     takes: tuple[Any, ...],
@@ -93,7 +93,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     if Trait.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
     plans: list[Plan] = []
-    for program, operands in giving_results(eqn):
+    for program, operands in result_programs(eqn):
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
         plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))

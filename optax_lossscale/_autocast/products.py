@@ -15,9 +15,9 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
@@ -83,7 +83,7 @@ def is_rewritten(eqn: JaxprEqn) -> bool:
     return Trait.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
 
 
-@remembered
+@cached_by_program
 def _has_products(program: Any) -> bool:
     """Whether a program has products to narrow, or its derivatives may have some."""
     return any(
@@ -110,7 +110,7 @@ def reasons_left(program: Any) -> tuple[str, ...]:
     return () if _narrows(program) else _reasons(program)
 
 
-@remembered
+@cached_by_program
 def _narrows(program: Any) -> bool:
     """Whether any product of a program is narrowed."""
     return any(
@@ -120,7 +120,7 @@ def _narrows(program: Any) -> bool:
     )
 
 
-@remembered
+@cached_by_program
 def _reasons(program: Any) -> tuple[str, ...]:
     """The reasons for a program in which no product is narrowed."""
     reasons = itertools.chain.from_iterable(map(_why_left, open_jaxpr(program).eqns))

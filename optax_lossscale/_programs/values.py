@@ -55,7 +55,7 @@ def is_narrow_dtype(dtype: Any) -> bool:
 def astype(x: Any, dtype: Any) -> Any:
     """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
     now = dtype_in(x)
-    has_none = dtype is None or now is None  # NumPy's float64 equals None
+    has_none = dtype is None or now is None  # `np.dtype("float64") == None` is True
     if has_none or now == dtype:
         return x
     with _in_its_mesh(x):

@@ -52,7 +52,7 @@ def arguments_of(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     return entered
 
 
-def giving_results(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
+def result_programs(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs whose results are those of the equation, each with its operands.
 
     They are all that `arguments_of` gives but for the condition of a `while`.

@@ -52,7 +52,7 @@ from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
 from optax_lossscale._programs.operations import Trait, traits  # noqa: E402
 from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_float  # noqa: E402
 from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
-from optax_lossscale._programs.walk import giving_results  # noqa: E402
+from optax_lossscale._programs.walk import result_programs  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
 
@@ -84,7 +84,7 @@ def evaluated(program, compute):
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
             if is_entered(eqn):
-                inner = [evaluated(p, compute) for p, _ in giving_results(eqn)]
+                inner = [evaluated(p, compute) for p, _ in result_programs(eqn)]
                 has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
                 outs = inner[0](ins) if has_rule else enter(eqn, ins, inner)
             else:
