@@ -26,7 +26,7 @@ class Casting(NamedTuple):
     recomputes: bool = True
     # Whether some reductions are kept, by a name; not in a custom derivative, which JAX
     # may have to transpose, as a name has no transpose
-    keeps: bool = True
+    keeps_reductions: bool = True
     prevent_cse: bool = True  # the argument of `jax.checkpoint`
 
 

@@ -76,7 +76,7 @@ def _plan(
     # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
     # around the program. That has to be the mesh of all equations.
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
-        casting = casting._replace(keeps=False)
+        casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)
     rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
     return Plan(takes, gives, facts.program, store(facts, rewritten), casting)
@@ -90,7 +90,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     casting = facts.casting
     if Trait.SCANS in traits(eqn):  # whose passes no compiler merges
         casting = casting._replace(prevent_cse=False)
-    if Trait.KEEPS in traits(eqn):
+    if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
     plans: list[Plan] = []
     for program, operands in result_programs(eqn):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.enter import is_entered, is_placed
+from optax_lossscale._programs.enter import has_shardings, is_entered
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -145,13 +145,13 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
     """Why the programs in an equation cannot be rewritten; "" if they can."""
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
-    if is_placed(eqn):
+    if has_shardings(eqn):
         return "a jit with shardings"
     if eqn.params.get("symbolic_zeros"):  # its rule would see other perturbations
         return "a derivative with symbolic zeros"
     if Trait.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    if Trait.WAITS in traits(eqn) and _waits(eqn):
+    if Trait.WHILE in traits(eqn) and _waits(eqn):
         return "a loop that waits for a number"
     return ""
 

@@ -52,7 +52,8 @@ class Region:
     reads: Dtypes  # the values from outside, with the dtypes in which it needs them
     stores: Dtypes  # the values for outside, with their dtypes
     is_recomputed: bool = False  # whether the backward pass recomputes its steps
-    kept: frozenset[Var] = frozenset()  # the results that it keeps nevertheless
+    # Those of its results that are not recomputed, but kept
+    kept_reductions: frozenset[Var] = frozenset()
 
 
 def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
@@ -71,8 +72,10 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
     reads = _reads(facts, steps, stores)
     if not facts.casting.recomputes or not is_worth_recomputing(eqns):
         return Region(steps, reads, stores)
-    keeps = kept_reductions(eqns, stores) if facts.casting.keeps else frozenset()
-    return Region(steps, reads, stores, is_recomputed=True, kept=keeps)
+    kept: frozenset[Var] = frozenset()
+    if facts.casting.keeps_reductions:
+        kept = kept_reductions(eqns, stores)
+    return Region(steps, reads, stores, is_recomputed=True, kept_reductions=kept)
 
 
 def region_of_equation(

@@ -94,7 +94,9 @@ class _Runner:
         return jax.checkpoint(
             functools.partial(self._run_region, region),
             prevent_cse=island.casting.prevent_cse,
-            policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
+            policy=_KEEPS
+            if region.kept_reductions
+            else None,  # a policy takes longer to trace
         )
 
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
@@ -130,7 +132,7 @@ class _Runner:
             with _at_its_line(eqn):
                 taken = list(map(read, eqn.invars, step.takes))
                 results = self._run_step(step, taken, region.stores)
-                if not region.kept.isdisjoint(eqn.outvars):
+                if not region.kept_reductions.isdisjoint(eqn.outvars):
                     results = [checkpoint_name(x, SCOPE) for x in results]
                 values |= zip(eqn.outvars, results, strict=True)
                 for v in eqn.outvars:
@@ -169,7 +171,7 @@ class _Runner:
             traced = astypes(operands, dtypes_in(eqn.invars))
             return astypes(bind(eqn, traced), step.plans[0].gives)
 
-        casting = step.plans[0].casting._replace(keeps=False)
+        casting = step.plans[0].casting._replace(keeps_reductions=False)
         rewrite = functools.partial(_rewrite, casting)
         return with_rule(programs[0], original, operands, rewrite)
 

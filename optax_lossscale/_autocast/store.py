@@ -146,7 +146,7 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     for eqn in facts.program.eqns:
         is_seed = not seeds.isdisjoint(eqn.outvars)
         # The gradient of rows of an embedding would be summed for each island.
-        if is_seed or not is_cheap(eqn) or Trait.PICKS in traits(eqn):
+        if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
         read: set[Var] = set()
         for v in variables(eqn.invars):

@@ -140,7 +140,7 @@ def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     lows = in_wide(eqn, [x.low for x in ins], widths.low)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, lows))
-    if Trait.ONCE in traits(eqn):
+    if Trait.EFFECTFUL in traits(eqn):
         return [Pair(x, widened(x, widths.true)) for x in lows]
     trues = in_wide(eqn, [x.followed for x in ins], widths.true)
     pairs = list(map(Pair, lows, trues))

@@ -35,7 +35,7 @@ from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
-_LOOPS = Trait.SCANS | Trait.WAITS | Trait.BRANCHES | Trait.MAPS
+_LOOPS = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
 _MANY = 2**20  # numbers that a round of a loop may have in one piece
 # Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
 _NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
@@ -93,7 +93,7 @@ def _instruction(eqn: JaxprEqn, around: Place) -> Instruction:
     """An equation in its place, with the programs of a loop or branch in pieces."""
     place = _place_of(eqn, around)
     held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    is_passed = Trait.ONCE in traits(eqn) or (not held and stays_narrow(eqn))
+    is_passed = Trait.EFFECTFUL in traits(eqn) or (not held and stays_narrow(eqn))
     return Instruction(eqn, place, held, _noted(eqn), is_passed)
 
 

@@ -151,7 +151,7 @@ class Shadow:
         ins = self._read(eqn.invars, env, around)
         if Trait.SCANS in kind:
             results = loops.scan(instruction, ins, run, len(around.devices.maps))
-        elif Trait.WAITS in kind:
+        elif Trait.WHILE in kind:
             results = loops.while_loop(instruction, ins, run)
         elif Trait.BRANCHES in kind:
             results = loops.cond(instruction, ins, run)

@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.enter import is_placed
+from optax_lossscale._programs.enter import has_shardings
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import shape_in
@@ -142,7 +142,7 @@ def _short_jit(eqn: JaxprEqn) -> Any:
     A function that calls another twice, which calls a third twice, and so on, would
     double in length at each level. So a long program stays a call.
     """
-    if Trait.INLINED not in traits(eqn) or is_placed(eqn):
+    if Trait.INLINED not in traits(eqn) or has_shardings(eqn):
         return None
     (program,) = programs_in(eqn)
     return program if _length(program) <= _LONG else None

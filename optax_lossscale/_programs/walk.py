@@ -45,7 +45,7 @@ def arguments_of(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
         (program, range(end - len(open_jaxpr(program).invars), end))
         for program in programs_in(eqn)
     ]
-    if Trait.WAITS in traits(eqn):  # its condition lacks the constants of its body
+    if Trait.WHILE in traits(eqn):  # its condition lacks the constants of its body
         condition, _ = entered[0]
         of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
         entered[0] = (condition, of_condition)
@@ -58,7 +58,7 @@ def result_programs(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     They are all that `arguments_of` gives but for the condition of a `while`.
     """
     entered = arguments_of(eqn)
-    return entered[1:] if Trait.WAITS in traits(eqn) else entered
+    return entered[1:] if Trait.WHILE in traits(eqn) else entered
 
 
 def carried_by(eqn: JaxprEqn) -> range:
@@ -66,7 +66,7 @@ def carried_by(eqn: JaxprEqn) -> range:
     if Trait.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
-    if Trait.WAITS in traits(eqn):
+    if Trait.WHILE in traits(eqn):
         n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         return range(n_consts, len(eqn.invars))
     return range(0)
