@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.normalized import Part, is_normalized, part_of
+from optax_lossscale._autocast.normalized import Role, is_normalized, role_of
 from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import flat
@@ -82,7 +82,7 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds |= zip(program.ins, arguments, strict=True)
-    parts: dict[Var, Part] = {}
+    roles: dict[Var, Role] = {}
     for eqn in program.eqns:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
@@ -91,10 +91,10 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
             results = _kinds_of_results(eqn, operands)
         else:
             results = [_kind_of_result(eqn, operands)] * len(eqn.outvars)
-            part = part_of(eqn, [kind in _FACTORS for kind in operands], parts)
-            if part is not None:
-                parts[eqn.outvars[0]] = part
-                if is_normalized(part) and kinds[part.of] in _IN_RANGE:
+            role = role_of(eqn, [kind in _FACTORS for kind in operands], roles)
+            if role is not None:
+                roles[eqn.outvars[0]] = role
+                if is_normalized(role) and kinds[role.of] in _IN_RANGE:
                     results = [Kind.NEAR]
         kinds |= zip(eqn.outvars, results, strict=True)
     return kinds
