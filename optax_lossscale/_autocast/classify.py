@@ -37,7 +37,7 @@ from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
-    is_float,
+    is_inexact,
     shape_in,
 )
 from optax_lossscale._programs.walk import carried_by, result_programs
@@ -121,7 +121,7 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     if is_mask:
         return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
-    of_floats = [kind for v, kind in pairs if is_float(v)]
+    of_floats = [kind for v, kind in pairs if is_inexact(v)]
     if not of_floats or _fills_with_a_number(eqn):
         return Kind.FLOAT32
     kind = join(of_floats)

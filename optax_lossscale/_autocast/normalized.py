@@ -23,7 +23,7 @@ from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.operations import Formula, Trait, row_of, traits
-from optax_lossscale._programs.values import dtype_in, is_float
+from optax_lossscale._programs.values import dtype_in, is_inexact
 from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.work import terms_of
 
@@ -124,7 +124,9 @@ def role_of(
         return None
     left_out = _LEFT_OUT.get(formula, ())
     pairs = zip(eqn.invars, operands, strict=True)
-    combined = [role for v, role in pairs if is_float(v) and role.what not in left_out]
+    combined = [
+        role for v, role in pairs if is_inexact(v) and role.what not in left_out
+    ]
     return _made_of(combined, eqn, formula)
 
 

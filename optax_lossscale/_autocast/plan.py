@@ -1,9 +1,9 @@
 """The plan, which joins the passes: the dtypes of each step, and what is stored.
 
 A product takes and gives 16 bits. The island after it reads its result, computes in
-float32, and rounds where the next product reads, or where a stream is stored. A step
-that holds products, such as a `scan`, has a plan for each of its programs, made from
-the kinds and dtypes of its operands, and the uses and dtypes of its results.
+float32, and casts to 16 bits what the next product reads, and the sums of a stream. A
+step that holds products, such as a `scan`, has a plan for each of its programs, made
+from the kinds and dtypes of its operands, and the uses and dtypes of its results.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
     dtypes_in,
-    is_float,
+    is_inexact,
     is_inexact_dtype,
     shape_in,
     variables,
@@ -175,7 +175,7 @@ def _waits(eqn: JaxprEqn) -> bool:
         earlier = set(carried)
         read |= _made_of(body, [body.outvars[n] for n in carried])
         carried |= {n for n, v in enumerate(of_body) if v in read}
-    return any(is_float(v) for v in (*condition.invars, *body.invars) if v in read)
+    return any(is_inexact(v) for v in (*condition.invars, *body.invars) if v in read)
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:

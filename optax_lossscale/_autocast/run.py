@@ -1,9 +1,9 @@
 """Run a program by its plan, region by region.
 
 Each region is a function from the values that it reads to those that it stores. A
-region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps what it
-reads as residuals, and nothing else but the reductions that `kept_reductions` names. A
-step that holds programs runs each of them by its own plan, in the same way.
+region that is recomputed is wrapped in `jax.checkpoint`, so that its residuals are the
+values that it reads and its `kept_reductions`, and no others. A step that holds
+programs runs each of them by its own plan, in the same way.
 """
 
 import contextlib
@@ -194,7 +194,7 @@ def _product(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
     """Sends an array to many devices in 16 bits, and its tangent in float32.
 
-    The transpose of the latter is a sum over the devices.
+    So the cotangent is summed over the devices in float32.
     """
 
     @jax.custom_jvp

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import dtype_in, is_float, is_narrow_dtype
+from optax_lossscale._programs.values import dtype_in, is_inexact, is_narrow_dtype
 from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
@@ -102,7 +102,7 @@ def keeps_numbers(eqn: JaxprEqn) -> bool:
     if Trait.CASTS not in kind:
         return bool(kind & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
     (result,) = eqn.outvars
-    is_widened = is_float(result) and not is_narrow_dtype(dtype_in(result))
+    is_widened = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
     return is_widened and is_narrow_dtype(dtype_in(eqn.invars[0]))
 
 

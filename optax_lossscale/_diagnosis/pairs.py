@@ -25,7 +25,7 @@ from optax_lossscale._programs.values import (
     Array,
     Atom,
     dtype_in,
-    is_float,
+    is_inexact,
 )
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
@@ -70,7 +70,7 @@ class Pair(NamedTuple):
 
     def compared(self) -> "Compared":
         """The pair in one dtype of 32 bits or more."""
-        if not is_float(self.low):
+        if not is_inexact(self.low):
             return Compared(jnp.not_equal(self.low, self.true))
         dtype = wide_dtype(self.low.dtype, FLOAT32)
         return Compared(self.low.astype(dtype), self.true.astype(dtype))
@@ -93,7 +93,7 @@ class Compared(NamedTuple):
 
 def exact(x: Array, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
-    if not is_float(x):
+    if not is_inexact(x):
         return Pair(x)
     return Pair(widened(x, widths.low), widened(x, widths.true))
 
@@ -113,7 +113,7 @@ def compute(
             to_compare += [results[v].compared() for v in instruction.noted.values()]
         for v, pair in results.items():
             # From here on, wider floats follow a choice.
-            env[v] = pair if is_float(pair.low) else Pair(pair.low)
+            env[v] = pair if is_inexact(pair.low) else Pair(pair.low)
     return [env[v] for v in piece.leaves], to_compare
 
 
@@ -138,7 +138,7 @@ def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
 def _of_one(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation."""
     lows = in_wide(eqn, [x.low for x in ins], widths.low)
-    if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
+    if not any(map(is_inexact, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, lows))
     if Trait.EFFECTFUL in traits(eqn):
         return [Pair(x, widened(x, widths.true)) for x in lows]
@@ -155,13 +155,13 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     The factors of an LU decomposition mean nothing without its pivots. So where wider
     floats choose other pivots, their factors are replaced by those beside them.
     """
-    choices = [pair for pair in pairs if not is_float(pair.low)]
+    choices = [pair for pair in pairs if not is_inexact(pair.low)]
     if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.all(choices[0].low == choices[0].true)
     joined = []
     for pair in pairs:
-        if is_float(pair.low):
+        if is_inexact(pair.low):
             beside = widened(pair.low, pair.true.dtype)
             pair = Pair(pair.low, jnp.where(are_same, pair.true, beside))
         joined.append(pair)

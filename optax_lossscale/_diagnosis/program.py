@@ -26,7 +26,7 @@ from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Atom,
     dtype_in,
-    is_float,
+    is_inexact,
     is_inexact_dtype,
     size_of,
     variables,
@@ -110,9 +110,9 @@ def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:
     """The results of an equation that have notes of their own, by their positions."""
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return {}
-    has_floats = any(map(is_float, eqn.invars))
+    has_floats = any(map(is_inexact, eqn.invars))
     results = enumerate(eqn.outvars)
-    return {n: v for n, v in results if has_floats or is_float(v)}
+    return {n: v for n, v in results if has_floats or is_inexact(v)}
 
 
 def _place_of(eqn: JaxprEqn, around: Place) -> Place:

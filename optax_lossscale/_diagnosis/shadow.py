@@ -25,7 +25,13 @@ from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import Array, Atom, dtype_in, is_float, variables
+from optax_lossscale._programs.values import (
+    Array,
+    Atom,
+    dtype_in,
+    is_inexact,
+    variables,
+)
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -211,7 +217,7 @@ class Shadow:
                     reads,
                     around.rounds,
                     position,
-                    is_passed=instruction.is_passed and is_float(v),
+                    is_passed=instruction.is_passed and is_inexact(v),
                 )
                 notes[v] = note
                 self._notes.append(note)

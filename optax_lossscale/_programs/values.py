@@ -33,7 +33,7 @@ def dtype_in(x: Any) -> Any:
     return getattr(getattr(x, "aval", x), "dtype", None)
 
 
-def is_float(v: Any) -> bool:
+def is_inexact(v: Any) -> bool:
     """Whether a variable or an array holds floating-point or complex numbers."""
     return is_inexact_dtype(dtype_in(v))
 

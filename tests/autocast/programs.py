@@ -50,7 +50,7 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
 )
 from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
 from optax_lossscale._programs.operations import Trait, traits  # noqa: E402
-from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_float  # noqa: E402
+from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_inexact  # noqa: E402
 from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
 from optax_lossscale._programs.walk import result_programs  # noqa: E402
 
@@ -827,7 +827,7 @@ def moving(seed, names, note=None):
         name, number = eqn.primitive.name, next(count)
         if name not in names:
             outs = widely(eqn, ins)  # which float32 rounds as well
-            if any(map(is_float, eqn.invars)):
+            if any(map(is_inexact, eqn.invars)):
                 outs = [moved(x, number + 0.7, 2.0**-22, 0) for x in outs]
             return as_written(outs, eqn, number)
         is_product = name in PRODUCTS_OF_JAX and "HIGHEST" not in str(
