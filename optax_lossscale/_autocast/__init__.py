@@ -21,10 +21,10 @@ The plan is made in passes, each a pure function in a file of its own:
    which regions the backward pass recomputes.
 
 `plan` calls `facts` and `store` for the program, and for each program in a loop, a
-branch and so on. Each of them is seen without its short calls, as `flat` returns it. The body
-of a loop is classified until the kinds of its carry no longer change. `run` runs the
-plan: `enter` replaces the programs in an equation, and `derivatives` those with a
-custom rule.
+branch and so on. The passes take each program without its short calls, as `flat`
+returns it. The body of a loop is classified until the kinds of its carry no longer
+change. `run` runs the plan: `enter` replaces the programs in an equation, and
+`derivatives` those with a custom rule.
 
 Around the plan, `arrays` makes a program of a call, with `nnx` for the objects of Flax
 NNX. `products` says which products are narrowed, and `cheap` which equations may be

@@ -51,7 +51,10 @@ class Kind(enum.IntEnum):
     PARAMETER = enum.auto()
     """A parameter, or made from parameters and NUMBERs."""
     LARGE = enum.auto()
-    """A literal of a size from 4 to 256, or made with one: may be added, not a factor."""
+    """A literal of a size from 4 to 256, or made with one.
+
+    It may be added, but is no factor.
+    """
     PRODUCT = enum.auto()
     """The result of a product, perhaps moved: it has 16 bits already."""
     SUM = enum.auto()

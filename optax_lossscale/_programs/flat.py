@@ -1,4 +1,4 @@
-"""A traced program without its short calls: the equations that a `jit` calls replace it.
+"""A traced program without its short calls: a call's equations take its place.
 
 `all_flat` leaves no call. Loops, branches and the like stay one equation.
 `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. No variable of the

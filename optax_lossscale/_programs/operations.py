@@ -123,7 +123,7 @@ class Trait(enum.Flag):
     that clips, has to see the whole cotangent.
     """
     CHEAP = enum.auto()
-    """Takes one pass over its operands at most, mostly none of its own, or is a product.
+    """Takes one pass over its operands at most, and mostly none of its own.
 
     Compilers fuse most of these operations with those that read the results, so a
     backward pass may recompute the results instead of keeping them.
@@ -240,8 +240,8 @@ _ROWS = {
     "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
     # Products
     "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
-    # An outer product takes one pass over its operands, and so does an inner product.
-    # Any other `dot_general` is a product, which `is_cheap` leaves out.
+    # A `dot_general` takes one pass over its operands only if it is an outer or an inner
+    # product. Of the others, which `is_product` finds, `is_cheap` says that none is.
     "dot_general": Row(Trait.PRODUCT | Trait.OUTER | Trait.CHEAP, terms="contracted"),
     "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
     "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
