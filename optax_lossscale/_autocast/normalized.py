@@ -24,7 +24,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.operations import Formula, Trait, row_of, traits
 from optax_lossscale._programs.values import dtype_in, is_inexact
-from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.work import terms_of
 
 What = typing.Literal[
@@ -181,9 +180,10 @@ def _rearranges(eqn: JaxprEqn) -> bool:
 
 def _formula(eqn: JaxprEqn) -> Formula | None:
     """The word for an equation's operation; None for a power other than the square."""
-    if name_of(eqn) == "integer_pow" and eqn.params["y"] != 2:
-        return None
-    return row_of(eqn).formula
+    formula = row_of(eqn).formula
+    if formula != "raised":
+        return formula
+    return "squared" if eqn.params["y"] == 2 else None
 
 
 def _terms(eqn: JaxprEqn, formula: Formula) -> float:

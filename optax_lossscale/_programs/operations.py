@@ -151,6 +151,7 @@ Formula = Literal[
     "inverse root",
     "minus",
     "over",
+    "raised",
     "root",
     "squared",
     "sum",
@@ -236,12 +237,13 @@ _ROWS = {
     ),
     "cumlogsumexp cumprod lgamma": Row(Trait.EXPONENTIAL),
     "erfc": Row(Trait.SATURATES | Trait.CHEAP),
-    "integer_pow square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
+    "integer_pow": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="raised"),
+    "square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
     "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
     # Products
     "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
-    # A `dot_general` takes one pass over its operands only if it is an outer or an inner
-    # product. Of the others, which `is_product` finds, `is_cheap` says that none is.
+    # An outer or an inner product takes one pass over its operands. Any other
+    # `dot_general` is found by `is_product`, and `is_cheap` leaves it out.
     "dot_general": Row(Trait.PRODUCT | Trait.OUTER | Trait.CHEAP, terms="contracted"),
     "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
     "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
