@@ -181,9 +181,6 @@ def in_the_package(app, env, node, contnode):
 DEFAULTS = {
     "=3.4028234663852886e+38": "=3.4e38",
     "=validation.SMALLEST": "=1.18e-38",
-    # Sphinx takes the first argument of `autocast` for one with a default, and shifts
-    # the others'.
-    "dtype=inspect.Parameter.empty, argnums=jnp.float16": "dtype=jnp.float16, argnums=0",
 }
 
 

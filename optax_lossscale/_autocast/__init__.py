@@ -8,22 +8,23 @@ to 16 bits first. The backward pass recomputes `exp` from the result of the prod
 
 The plan is made in passes, each a pure function in a file of its own:
 
-1. `classify` goes forward: can 16 bits hold a value, judged by what it is made of? It
-   asks `normalized` whether a value is one minus its mean, or over its norm.
-2. `uses` goes backward: does a product depend on a value, and how long is it needed?
-   `facts` calls both, and joins their answers to the dtype in which each value is
-   stored, if it is.
+1. `classify` goes forward, and says which values 16 bits can hold, by how the values
+   are computed. It calls `normalized`, which finds values minus their mean, or over
+   their norm.
+2. `uses` goes backward, and says which values products depend on, and which are read
+   again past a product. `facts` calls both passes; from their results follows the dtype
+   in which each value is stored, if it is.
 3. `partition` divides the equations into islands and others.
-4. `store` calls `partition` and goes backward: what does each island store, and what do
-   islands repeat? It makes regions of them by `region`, which says what each step casts
-   and what each region reads, and by `recomputed`, which says what the backward pass
-   recomputes.
+4. `store` calls `partition` and goes backward. It says what each island stores, and
+   which cheap equations islands repeat. It makes the regions by `region`, which says
+   what each step casts and what each region reads, and by `recomputed`, which says
+   which regions the backward pass recomputes.
 
 `plan` calls `facts` and `store` for the program, and for each program in a loop, a
-branch and so on. Each of them is seen without its calls, as `flat` returns it. The body
-of a loop is classified until the kinds of its carry hold in every round. `run` runs the
-plan: `enter` replaces the programs in an equation, and `derivatives` those with a
-custom rule.
+branch and so on. The passes take each program without its short calls, as `flat`
+returns it. The body of a loop is classified until the kinds of its carry no longer
+change. `run` runs the plan: `enter` replaces the programs in an equation, and
+`derivatives` those with a custom rule.
 
 Around the plan, `arrays` makes a program of a call, with `nnx` for the objects of Flax
 NNX. `products` says which products are narrowed, and `cheap` which equations may be

@@ -1,8 +1,8 @@
 """Find islands that compute the same, so that JAX traces one function for all of them.
 
 The layers of a model are often alike, and JAX takes long to trace the derivatives of
-`jax.checkpoint`. Each layer has variables of its own, so a key has the
-places of values in their island instead.
+`jax.checkpoint`. Each layer has variables of its own, so a key has the positions of
+values in their island instead.
 """
 
 from collections.abc import Callable, Hashable
@@ -14,29 +14,29 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
 
-Place = Callable[[Any], Hashable]
-"""Gives the place of a variable in its island, or the key of a literal."""
+KeyOfValue = Callable[[Any], Hashable]
+"""Gives the position of a variable in its island, or the key of a literal."""
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
     """A key that is equal for islands that compute the same, made by the same lines."""
     made = [v for step in island.steps for v in step.eqn.outvars]
-    places = {v: n for n, v in enumerate([*island.reads, *made])}
+    positions = {v: n for n, v in enumerate([*island.reads, *made])}
 
-    def place(v):
-        """The place of a variable in the island, or the key of a literal."""
-        return key_of_literal(v) if isinstance(v, Literal) else places[v]
+    def key_of_value(v):
+        """The position of a variable in the island, or the key of a literal."""
+        return key_of_literal(v) if isinstance(v, Literal) else positions[v]
 
     key = (
         casting,
-        tuple(_key_of_step(step, place) for step in island.steps),
-        tuple((place(v), dtype) for v, dtype in island.stores.items()),
-        frozenset(map(place, island.kept)),
+        tuple(_key_of_step(step, key_of_value) for step in island.steps),
+        tuple((key_of_value(v), dtype) for v, dtype in island.stores.items()),
+        frozenset(map(key_of_value, island.kept_reductions)),
     )
     return hashable(key, island)
 
 
-def _key_of_step(step: Step, place: Place) -> Hashable:
+def _key_of_step(step: Step, key_of_value: KeyOfValue) -> Hashable:
     """A key that is equal for steps that compute the same, made by the same line."""
     eqn = step.eqn
     return (
@@ -44,6 +44,6 @@ def _key_of_step(step: Step, place: Place) -> Hashable:
         eqn.source_info.traceback,
         eqn.source_info.name_stack,
         tuple(step.takes),
-        tuple(map(place, eqn.invars)),
+        tuple(map(key_of_value, eqn.invars)),
         tuple(v.aval for v in eqn.invars),
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import is_of_nnx, is_variable
@@ -58,33 +59,35 @@ def as_program(
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
         arrays, form = _split(inputs, {})
-        forms = []  # of the objects that change, and of the results
 
-        def of_arrays(*args, **kwargs):
-            traced = jax.tree.leaves((args, kwargs))
-            args, kwargs = nnx.together(form(iter(traced)), inside=True)
-            objects = nnx.objects((args, kwargs))
-            objects, results = nnx.apart((objects, fun(*args, **kwargs)))
+        def of_arrays(*traced_args, **traced_kwargs):
+            traced = jax.tree.leaves((traced_args, traced_kwargs))
+            call_args, call_kwargs = nnx.together(form(traced), inside=True)
+            objects = nnx.objects((call_args, call_kwargs))
+            objects_apart, results = nnx.apart(
+                (objects, fun(*call_args, **call_kwargs))
+            )
             # An array that an object has before and after the call is not a result.
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
-            changed, form_of_objects = _split(objects, unchanged)
+            changed, form_of_objects = _split(objects_apart, unchanged)
             returned, form_of_results = _split(results, {})
-            forms.extend((form_of_objects, form_of_results))
-            return changed + returned
-
-        def result(arrays):
-            following = iter(arrays)
-            filled = [form(following) for form in forms]
-            _, results = nnx.together(filled, inside=False)
-            return results
+            # A `Partial` is a tree: its leaves are the arrays, its structure the form.
+            return Partial(form_of_objects, changed), Partial(form_of_results, returned)
 
         # JAX shows the name of the function in messages; one without code has only a
         # repr, which may be long.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
-        args, kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
+        wide_args, wide_kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
         with AUTOCAST_DTYPE(low):
-            program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
+            trace = jax.make_jaxpr(of_arrays, return_shape=True)
+            program, shapes = trace(*wide_args, **wide_kwargs)
+
+        def result(arrays):
+            filled = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+            _, results = nnx.together([tree() for tree in filled], inside=False)
+            return results
+
         yield Call(program, arrays, _are_parameters(inputs, parameters), result)
 
 
@@ -92,13 +95,14 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
     """An array as the program takes it, in float32 if it is low; else None."""
     if not is_traceable(x):
         return None
-    is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
+    # `np.dtype("float64") == None` is True
+    is_low = low is not None and x.dtype == low
     return astype(x, FLOAT32) if is_low else x
 
 
 def _split(
     tree: Any, unchanged: Mapping[int, Any]
-) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """The arrays of a tree, and its form, which makes a tree of as many other arrays.
 
     An array whose `id` is in `unchanged` is not among them: the form holds what
@@ -113,7 +117,8 @@ def _split(
     others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
 
     def form(arrays):
-        filled = [next(arrays) if x is None else x for x in others]
+        following = iter(arrays)
+        filled = [next(following) if x is None else x for x in others]
         return jax.tree.unflatten(structure, filled)
 
     return list(filter(is_new, leaves)), form

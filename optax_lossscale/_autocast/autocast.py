@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,48 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import Call, as_program
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
-from optax_lossscale._autocast.plan import plan_for
+from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, reasons_left
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
 
 
+class _Missing:
+    """Stands for a `fun` that is not given: None, given by mistake, is an error."""
+
+
+class Autocasted(Protocol):
+    """What `autocast` returns: a function, and its plans."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the function, with its products narrowed."""
+        ...
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of a call; print it to see which dtypes run, and what is stored."""
+        ...
+
+
+@overload
 def autocast(
-    # `Parameter.empty`, so that `inspect.signature` shows no default
-    fun: Callable[..., Any] = inspect.Parameter.empty,
+    fun: Callable[..., Any],
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
-) -> Callable[..., Any]:
+) -> Autocasted: ...
+
+
+@overload
+def autocast(
+    *, dtype: Any = jnp.float16, argnums: int | Sequence[int] = 0
+) -> Callable[[Callable[..., Any]], Autocasted]: ...
+
+
+def autocast(
+    fun: Callable[..., Any] = _Missing,
+    dtype: Any = jnp.float16,
+    argnums: int | Sequence[int] = 0,
+) -> Any:
     """`fun` with its matrix products and convolutions in 16 bits, the rest in float32.
 
     A model whose parameters and inputs are float32 trains in float16 without a cast:
@@ -61,8 +89,9 @@ def autocast(
         or with what is multiplied by a parameter of shape (), such as a step size, stay
         in float32. So list only parameters, and those of usual sizes. A
         recurrent state, or weights that inner steps update, would lose digits in 16
-        bits; a mask of -1e9 or statistics of 1e5, also those inside of a module, would
-        become infinite there.
+        bits; a mask of -1e9 or statistics of 1e5 would become infinite there. In Flax
+        NNX, the `nnx.Param`s among the arguments are the parameters, whatever `argnums`
+        says, and no other variables are. Of other modules, every array counts.
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results
@@ -96,7 +125,7 @@ def autocast(
       island: exp reduce_sum div (2:f16) -> 5:f32  # ... (loss_fn)
       gives 5:f32
     """
-    if fun is inspect.Parameter.empty:
+    if fun is _Missing:
         return functools.partial(autocast, dtype=dtype, argnums=argnums)
     validation.check_function("fun", fun)
     low = validation.floating_dtype("dtype", dtype)
@@ -113,7 +142,7 @@ def autocast(
             yield call, plan_for(call.program, call.arrays, _kinds(call), casting)
 
     @functools.wraps(fun)
-    def autocasted(*args, **kwargs):
+    def results_of_call(*args, **kwargs):
         with planned(args, kwargs) as (call, plan):
             _warn_of_nothing_narrowed(call.program)
             with jax.named_scope(SCOPE):
@@ -122,11 +151,11 @@ def autocast(
             return call.result(astypes(list(map(jnp.asarray, results)), dtypes))
 
     def plan_of_call(*args, **kwargs):
-        """The plan of a call; print it to see which dtypes run, and what is stored."""
         with planned(args, kwargs) as (_, plan):
             return plan
 
-    vars(autocasted)["plan"] = plan_of_call
+    autocasted: Any = results_of_call
+    autocasted.plan = plan_of_call
     return autocasted
 
 

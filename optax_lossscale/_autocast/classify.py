@@ -7,16 +7,18 @@ from its numbers, which are not known yet:
 - A sum with such a result is a SUM. It may be stored in 16 bits from product to
   product, as in a model cast by hand.
 - A value computed from these in about their range is NEAR. It stays in float32, and is
-  recomputed. How often it was multiplied is not counted: nine times 4 is still NEAR.
-  And parameters are taken to have about the size 1, whatever their numbers are.
+  recomputed. Multiplications are not counted: after nine by 4, a factor of 2**18, the
+  value is still NEAR. Parameters are taken to have about the size 1, whatever their
+  numbers are.
 - Every other value may have another range or need more digits: FLOAT32.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
-PRODUCT, SUM, NEAR and FLOAT32. Mostly, the kind of a result is the latest of its
-operands' kinds in the order of `Kind`, or a later one. There are two exceptions. The
-sum of a NEAR value and a PRODUCT, a SUM or another NEAR value is a SUM. And a value
-minus its own mean, or over its own norm, is NEAR, as `normalized` finds out: this saves
-memory and bytes in a ResNet, and in transformers with a norm after each sum.
+PRODUCT, SUM, NEAR and FLOAT32. Apart from products, masks and equations that hold
+programs, the kind of a result is the latest kind of its floating-point operands in the
+order of `Kind`, or a later one, with two exceptions. The sum of a NEAR value and a
+PRODUCT, a SUM or another NEAR value is a SUM. And a value minus its own mean, or over
+its own norm, is NEAR, as `normalized` finds out: this saves memory and bytes in a
+ResNet, and in transformers with a norm after each sum.
 """
 
 import enum
@@ -27,18 +29,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.normalized import Part, is_normalized, part_of
+from optax_lossscale._autocast.normalized import Role, is_normalized, role_of
 from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
-    is_float,
+    is_inexact,
     shape_in,
 )
-from optax_lossscale._programs.walk import carried_by, giving_results
+from optax_lossscale._programs.walk import carried_by, result_programs
 
 
 class Kind(enum.IntEnum):
@@ -49,7 +51,10 @@ class Kind(enum.IntEnum):
     PARAMETER = enum.auto()
     """A parameter, or made from parameters and NUMBERs."""
     LARGE = enum.auto()
-    """A literal of a size from 4 to 256, or made with one: for sums alone."""
+    """A literal of a size from 4 to 256, or made with one.
+
+    It may be added, but is no factor.
+    """
     PRODUCT = enum.auto()
     """The result of a product, perhaps moved: it has 16 bits already."""
     SUM = enum.auto()
@@ -74,13 +79,13 @@ _SMALLEST_DIVISOR = 2**-2
 _LARGEST_TERM = 2**8
 
 
-@remembered
+@cached_by_program
 def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
     """The kind of each variable of a flat program, given those of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds |= zip(program.ins, arguments, strict=True)
-    parts: dict[Var, Part] = {}
+    roles: dict[Var, Role] = {}
     for eqn in program.eqns:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
@@ -89,10 +94,10 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
             results = _kinds_of_results(eqn, operands)
         else:
             results = [_kind_of_result(eqn, operands)] * len(eqn.outvars)
-            part = part_of(eqn, [kind in _FACTORS for kind in operands], parts)
-            if part is not None:
-                parts[eqn.outvars[0]] = part
-                if is_normalized(part) and kinds[part.of] in _IN_RANGE:
+            role = role_of(eqn, [kind in _FACTORS for kind in operands], roles)
+            if role is not None:
+                roles[eqn.outvars[0]] = role
+                if is_normalized(role) and kinds[role.of] in _IN_RANGE:
                     results = [Kind.NEAR]
         kinds |= zip(eqn.outvars, results, strict=True)
     return kinds
@@ -119,7 +124,7 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     if is_mask:
         return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
-    of_floats = [kind for v, kind in pairs if is_float(v)]
+    of_floats = [kind for v, kind in pairs if is_inexact(v)]
     if not of_floats or _fills_with_a_number(eqn):
         return Kind.FLOAT32
     kind = join(of_floats)
@@ -141,7 +146,7 @@ def _fills_with_a_number(eqn: JaxprEqn) -> bool:
 
     By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
     """
-    filling = eqn.params["fill_value"] if Trait.PICKS in traits(eqn) else None
+    filling = eqn.params["fill_value"] if Trait.GATHERS in traits(eqn) else None
     return filling is not None and filling != 0 and not np.isnan(filling)
 
 
@@ -214,7 +219,7 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
     """For each program in an equation, the kinds of its results."""
     results: list[Kinds] = []
-    for program, numbers in giving_results(eqn):
+    for program, numbers in result_programs(eqn):
         kinds = classify(program, tuple(operands[n] for n in numbers))
         results.append(kinds_of(flat(program).outs, kinds))
     return results

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._programs.enter import Arrays, Function
-from optax_lossscale._programs.values import dtype_in, is_float
+from optax_lossscale._programs.values import dtype_in, is_inexact
 
 Original = Callable[..., list[Any]]
 """The equation as it was traced, but for the dtypes of its results."""
@@ -61,7 +61,7 @@ def custom_vjp(
             def floats(inputs):
                 operands = [inputs.get(n, x) for n, x in enumerate(primals)]
                 results = original(*operands)
-                return list(filter(is_float, results)), results
+                return list(filter(is_inexact, results)), results
 
             inputs = {n: primals[n] for n in perturbed}
             _, pullback, results = jax.vjp(floats, inputs, has_aux=True)
@@ -75,7 +75,7 @@ def custom_vjp(
         return gradients
 
     def backward(pullback, cotangents):
-        of_floats = list(map(_as_array, filter(is_float, cotangents)))
+        of_floats = list(map(_as_array, filter(is_inexact, cotangents)))
         gradients = gradients_of(pullback, of_floats)
         return tuple(map(gradients.get, range(len(operands))))
 

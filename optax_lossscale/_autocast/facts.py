@@ -1,8 +1,8 @@
 """The dtype of each value of a program, by its kind and by what is done with it.
 
 A value is stored in 16 bits if it is a PRODUCT, or a SUM that is read past a product
-and on which another product depends. All else keeps the dtype in which it was traced,
-until `store` finds that only products read it.
+and on which another product depends. Any other value has the dtype in which it was
+traced, unless `store` finds that only products read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ class Casting(NamedTuple):
 
     low: np.dtype  # the dtype of narrowed products
     # Whether the backward pass recomputes islands; not inside of the user's own
-    # `jax.checkpoint`, which says itself what is kept
+    # `jax.checkpoint`, whose policy says which residuals are kept
     recomputes: bool = True
     # Whether some reductions are kept, by a name; not in a custom derivative, which JAX
     # may have to transpose, as a name has no transpose
-    keeps: bool = True
+    keeps_reductions: bool = True
     prevent_cse: bool = True  # the argument of `jax.checkpoint`
 
 

@@ -1,8 +1,8 @@
 """The third pass: the equations of a program in islands, and others between them.
 
 An island has the equations that depend on products and are cheap enough to be
-recomputed in the backward pass. It grows with each of them, until an equation that
-cannot be in it, such as the next product, reads one of its results. The parts of
+recomputed in the backward pass. It ends where an equation that cannot be in an island,
+such as the next product, reads one of its results. The parts of
 `exp(tanh(x @ a)) @ b` are the first product, an island with `tanh` and `exp`, and the
 second product.
 """

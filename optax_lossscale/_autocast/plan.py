@@ -1,9 +1,9 @@
 """The plan, which joins the passes: the dtypes of each step, and what is stored.
 
 A product takes and gives 16 bits. The island after it reads its result, computes in
-float32, and rounds where the next product reads, or where a stream is stored. A step
-that holds products, such as a `scan`, has a plan for each of its programs, made from
-the kinds and dtypes of its operands, and the uses and dtypes of its results.
+float32, and casts to 16 bits what the next product reads, and the sums of a stream. A
+step that holds products, such as a `scan`, has a plan for each of its programs, made
+from the kinds and dtypes of its operands, and the uses and dtypes of its results.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
 from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import carried_by, giving_results
+from optax_lossscale._programs.walk import carried_by, result_programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def plan_for(
     return _plan(jaxpr, takes, gives, tuple(kinds), nothing, casting)
 
 
-@remembered
+@cached_by_program
 def _plan(
     jaxpr: Any,
     takes: tuple[Any, ...],
@@ -76,7 +76,7 @@ def _plan(
     # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
     # around the program. That has to be the mesh of all equations.
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
-        casting = casting._replace(keeps=False)
+        casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)
     rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
     return Plan(takes, gives, facts.program, store(facts, rewritten), casting)
@@ -90,10 +90,10 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     casting = facts.casting
     if Trait.SCANS in traits(eqn):  # whose passes no compiler merges
         casting = casting._replace(prevent_cse=False)
-    if Trait.KEEPS in traits(eqn):
+    if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
     plans: list[Plan] = []
-    for program, operands in giving_results(eqn):
+    for program, operands in result_programs(eqn):
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
         plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))

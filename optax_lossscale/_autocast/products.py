@@ -3,8 +3,8 @@
 A product is narrowed if its operands and its result are float32, and it does not ask
 for its precision. An equation may be rewritten if its programs can be replaced, and
 nothing speaks against it, as in a `while` that waits for a number to converge; it is
-rewritten if it holds products as well. `reasons_left` collects what `autocast` warns of
-where it narrows nothing.
+rewritten if it holds products as well. `reasons_left` gives the reasons of which
+`autocast` warns where it narrows nothing.
 """
 
 import itertools
@@ -15,14 +15,14 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._programs.enter import is_entered, is_placed
+from optax_lossscale._programs.cached import cached_by_program
+from optax_lossscale._programs.enter import has_shardings, is_entered
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
     dtypes_in,
-    is_float,
+    is_inexact,
     is_inexact_dtype,
     shape_in,
     variables,
@@ -83,7 +83,7 @@ def is_rewritten(eqn: JaxprEqn) -> bool:
     return Trait.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
 
 
-@remembered
+@cached_by_program
 def _has_products(program: Any) -> bool:
     """Whether a program has products to narrow, or its derivatives may have some."""
     return any(
@@ -110,7 +110,7 @@ def reasons_left(program: Any) -> tuple[str, ...]:
     return () if _narrows(program) else _reasons(program)
 
 
-@remembered
+@cached_by_program
 def _narrows(program: Any) -> bool:
     """Whether any product of a program is narrowed."""
     return any(
@@ -120,7 +120,7 @@ def _narrows(program: Any) -> bool:
     )
 
 
-@remembered
+@cached_by_program
 def _reasons(program: Any) -> tuple[str, ...]:
     """The reasons for a program in which no product is narrowed."""
     reasons = itertools.chain.from_iterable(map(_why_left, open_jaxpr(program).eqns))
@@ -145,13 +145,13 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
     """Why the programs in an equation cannot be rewritten; "" if they can."""
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
-    if is_placed(eqn):
+    if has_shardings(eqn):
         return "a jit with shardings"
     if eqn.params.get("symbolic_zeros"):  # its rule would see other perturbations
         return "a derivative with symbolic zeros"
     if Trait.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    if Trait.WAITS in traits(eqn) and _waits(eqn):
+    if Trait.WHILE in traits(eqn) and _waits(eqn):
         return "a loop that waits for a number"
     return ""
 
@@ -175,7 +175,7 @@ def _waits(eqn: JaxprEqn) -> bool:
         earlier = set(carried)
         read |= _made_of(body, [body.outvars[n] for n in carried])
         carried |= {n for n, v in enumerate(of_body) if v in read}
-    return any(is_float(v) for v in (*condition.invars, *body.invars) if v in read)
+    return any(is_inexact(v) for v in (*condition.invars, *body.invars) if v in read)
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:

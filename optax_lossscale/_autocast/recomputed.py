@@ -1,8 +1,9 @@
 """Which islands the backward pass recomputes, and which of their results are kept.
 
-An island is recomputed from what it reads, unless this takes several passes over memory
-or computes nothing that a derivative needs. Its reductions are kept nevertheless where
-another pass over a large array would be needed for a few numbers.
+An island is recomputed from the values that it reads, unless that takes several passes
+over memory, or computes nothing that a derivative needs. A reduction in a recomputed
+island is a residual nevertheless where recomputing it would take another pass over a
+large array, for a few numbers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
-    is_float,
+    is_inexact,
     shape_in,
     size_of,
     variables,
@@ -48,7 +49,7 @@ def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozense
 def _computes_floats(eqn: JaxprEqn) -> bool:
     """Whether an equation computes floats, and does not only move some."""
     moves = traits(eqn) & (Trait.MOVES | Trait.PLACES)
-    return not moves and is_float(eqn.outvars[0])
+    return not moves and is_inexact(eqn.outvars[0])
 
 
 def _puts_gaps(eqn: JaxprEqn) -> bool:

@@ -2,9 +2,10 @@
 
 `region_of_island` and `region_of_equation` make a region from its equations and from
 what it stores. A step of an island casts its operands to the dtypes in which they were
-traced; a few sums round them instead, as their results are rounded anyway. The casts
-say in which dtypes the region reads values from outside: in 16 bits those that only
-products read, or steps that move them to products.
+traced. Some sums that are stored in 16 bits cast their operands to 16 bits instead. A
+region reads a value from outside in 16 bits if each step that reads the value casts it
+to 16 bits, or moves it to where 16 bits are needed. It reads any other value in the
+dtype that `facts` has for the value.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ class Region:
     reads: Dtypes  # the values from outside, with the dtypes in which it needs them
     stores: Dtypes  # the values for outside, with their dtypes
     is_recomputed: bool = False  # whether the backward pass recomputes its steps
-    kept: frozenset[Var] = frozenset()  # the results that it keeps nevertheless
+    # Those of its results that are not recomputed, but kept
+    kept_reductions: frozenset[Var] = frozenset()
 
 
 def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
@@ -71,8 +73,10 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
     reads = _reads(facts, steps, stores)
     if not facts.casting.recomputes or not is_worth_recomputing(eqns):
         return Region(steps, reads, stores)
-    keeps = kept_reductions(eqns, stores) if facts.casting.keeps else frozenset()
-    return Region(steps, reads, stores, is_recomputed=True, kept=keeps)
+    kept: frozenset[Var] = frozenset()
+    if facts.casting.keeps_reductions:
+        kept = kept_reductions(eqns, stores)
+    return Region(steps, reads, stores, is_recomputed=True, kept_reductions=kept)
 
 
 def region_of_equation(
@@ -100,9 +104,9 @@ def region_of_equation(
 
 
 def joined_dtype(facts: Facts, v: Var, one: Any, other: Any) -> Any:
-    """The dtype of a value for two readers, each of which needs it in a dtype.
+    """The dtype in which to store a value for two readers, each of which needs a dtype.
 
-    If these differ, it is the dtype that `facts` has for the value.
+    If the two dtypes differ, it is the one that `facts` has for the value.
     """
     return one if one == other else facts.dtypes[v]
 
@@ -115,11 +119,12 @@ def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
 def _rounding_sums(
     facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes
 ) -> set[JaxprEqn]:
-    """The sums of an island that round the numbers that they add.
+    """The sums of an island that cast their operands to 16 bits.
 
-    They are those that are stored in 16 bits, and those that such a sum adds or chooses
-    from. So the compiler need not store their operands in float32. This saves bytes in
-    a ResNet and in transformers, and in a ResNet memory as well.
+    They are the sums that are stored in 16 bits, and the sums from which one of those
+    is computed by way of SUMs alone; none broadcasts an operand. So the compiler need
+    not store their operands in float32. This saves bytes in a ResNet and in
+    transformers, and in a ResNet memory as well.
     """
     low = facts.low
     rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}
@@ -152,7 +157,8 @@ def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
 def _rounding_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     """The dtypes to which an equation casts its operands so that it gives 16 bits."""
     as_traced = dtypes_in(eqn.invars)
-    # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
+    # The derivative of an operation that spreads is a sum over devices, in float32. So
+    # `run` casts the operand in a function with a derivative of its own.
     if Trait.SPREADS in traits(eqn):
         return as_traced
     return [low if dtype == FLOAT32 else dtype for dtype in as_traced]

@@ -1,9 +1,9 @@
 """Run a program by its plan, region by region.
 
 Each region is a function from the values that it reads to those that it stores. A
-region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps what it
-reads as residuals, and nothing else but the reductions that `kept_reductions` names. A
-step that holds programs runs each of them by its own plan, in the same way.
+region that is recomputed is wrapped in `jax.checkpoint`, so that its residuals are the
+values that it reads and its `kept_reductions`, and no others. A step that holds
+programs runs each of them by its own plan, in the same way.
 """
 
 import contextlib
@@ -94,7 +94,9 @@ class _Runner:
         return jax.checkpoint(
             functools.partial(self._run_region, region),
             prevent_cse=island.casting.prevent_cse,
-            policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
+            policy=_KEEPS
+            if region.kept_reductions
+            else None,  # a policy takes longer to trace
         )
 
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
@@ -130,7 +132,7 @@ class _Runner:
             with _at_its_line(eqn):
                 taken = list(map(read, eqn.invars, step.takes))
                 results = self._run_step(step, taken, region.stores)
-                if not region.kept.isdisjoint(eqn.outvars):
+                if not region.kept_reductions.isdisjoint(eqn.outvars):
                     results = [checkpoint_name(x, SCOPE) for x in results]
                 values |= zip(eqn.outvars, results, strict=True)
                 for v in eqn.outvars:
@@ -169,7 +171,7 @@ class _Runner:
             traced = astypes(operands, dtypes_in(eqn.invars))
             return astypes(bind(eqn, traced), step.plans[0].gives)
 
-        casting = step.plans[0].casting._replace(keeps=False)
+        casting = step.plans[0].casting._replace(keeps_reductions=False)
         rewrite = functools.partial(_rewrite, casting)
         return with_rule(programs[0], original, operands, rewrite)
 
@@ -192,7 +194,7 @@ def _product(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
     """Sends an array to many devices in 16 bits, and its tangent in float32.
 
-    The transpose of the latter is a sum over the devices.
+    So the cotangent is summed over the devices in float32.
     """
 
     @jax.custom_jvp

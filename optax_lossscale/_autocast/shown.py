@@ -59,7 +59,7 @@ def _names(program: Flat) -> Names:
 def _line(region: Region, names: Names) -> str:
     """The line of a region."""
     eqns = [step.eqn for step in region.steps]
-    kept = [eqn for eqn in eqns if not region.kept.isdisjoint(eqn.outvars)]
+    kept = [eqn for eqn in eqns if not region.kept_reductions.isdisjoint(eqn.outvars)]
     line = "island" if region.is_recomputed else "run"
     line += (
         f": {_operations(eqns)} ({_typed(names, region.reads, region.reads.values())})"

@@ -3,10 +3,10 @@
 The pass goes backward, from the regions that read a value to the one that makes it. An
 island stores a value in 16 bits if no later region needs it in float32: a product needs
 16 bits, another island the dtype that `facts` has for the value. An island that reads
-the results of a cheap step may repeat the step instead, if these are no smaller than
-what the step reads. An equation without effects whose results no region reads is in no
-region. Most islands are recomputed in the backward pass from the values that they read,
-so that none of their float32 arrays has to be kept.
+the results of a cheap step may repeat the step instead, if the results take at least as
+many bytes as the values that the step reads. An equation without effects whose results
+no region reads is in no region. Most islands are recomputed in the backward pass: their
+residuals are the values that they read, and not the float32 arrays that they compute.
 
 Each rule here, in `region`, `recomputed` and `classify` that is there for its cost says
 what it saves and in which models: memory, or bytes moved between memory and processor.
@@ -146,7 +146,7 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     for eqn in facts.program.eqns:
         is_seed = not seeds.isdisjoint(eqn.outvars)
         # The gradient of rows of an embedding would be summed for each island.
-        if is_seed or not is_cheap(eqn) or Trait.PICKS in traits(eqn):
+        if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
         read: set[Var] = set()
         for v in variables(eqn.invars):

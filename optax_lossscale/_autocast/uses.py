@@ -7,8 +7,9 @@ product multiplies it, and the sum reads it past the product, so it has to be st
 until then. Neither is true of the result of `x @ w`, if `y` is not multiplied later.
 
 To tell what is past a product, each value has a depth: the length of the longest chain
-before it of products, and of operations that hold products. An operation reads an
-operand past a product if its result is deeper than that operand.
+before it of narrowed products, and of equations that hold them. An equation that is no
+product and holds no programs reads an operand past a product if its result is deeper
+than that operand.
 """
 
 import enum
@@ -23,11 +24,11 @@ from optax_lossscale._autocast.products import (
     is_rewritten,
     may_be_rewritten,
 )
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import Atom, size_of, variables
-from optax_lossscale._programs.walk import carried_by, giving_results
+from optax_lossscale._programs.walk import carried_by, result_programs
 
 
 class Use(enum.Flag):
@@ -47,7 +48,7 @@ Uses = tuple[Use, ...]
 """What is done with each of several values."""
 
 
-@remembered
+@cached_by_program
 def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
     """What is done with each value, given what is done with the results."""
     program = flat(jaxpr)
@@ -138,7 +139,7 @@ def uses_inside(eqn: JaxprEqn, results: Uses) -> list[Use]:
       results: what is done with the results of its programs: see `results_inside`.
     """
     of_operands = [NOTHING] * len(eqn.invars)
-    for program, operands in giving_results(eqn):
+    for program, operands in result_programs(eqn):
         after = uses(program, results)
         for n, v in zip(operands, flat(program).ins, strict=True):
             of_operands[n] |= after[v]

@@ -20,7 +20,7 @@ from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.lines import is_of_optax
 from optax_lossscale._programs.operations import TABLE, Trait, traits
-from optax_lossscale._programs.values import HALVES, dtype_in, is_float
+from optax_lossscale._programs.values import HALVES, dtype_in, is_inexact
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.work import (
     asks_for_precision,
@@ -171,11 +171,11 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
     usual = usual_product().params["precision"]
     for equation in equations(jaxpr):
         eqn = equation.eqn
-        floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
+        floats = [n for n, v in enumerate(eqn.invars) if is_inexact(v)]
         if is_product(eqn):
             products.append(_product(equation, usual))
         elif Trait.OPAQUE in traits(eqn) or equation.name not in TABLE:
-            if floats or any(map(is_float, eqn.outvars)):
+            if floats or any(map(is_inexact, eqn.outvars)):
                 opaque.append(_opaque(equation, floats))
         elif floats and (terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)):
             operation = _operation(equation, floats)
@@ -223,7 +223,7 @@ def _opaque(equation: Equation, floats: Sequence[int]) -> Operation:
     """An `Operation` for what cannot be looked into, by the floats it reads or gives."""
     if floats:
         return _operation(equation, floats)
-    results = tuple(dtype_in(v) for v in equation.eqn.outvars if is_float(v))
+    results = tuple(dtype_in(v) for v in equation.eqn.outvars if is_inexact(v))
     return Operation(equation.name, results, results, equation.source, equation.count)
 
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import dtype_in, is_float, is_narrow_dtype
+from optax_lossscale._programs.values import dtype_in, is_inexact, is_narrow_dtype
 from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
@@ -46,7 +46,7 @@ class Equation(NamedTuple):
         return name_of(self.eqn)
 
 
-@remembered
+@cached_by_program
 def equations(
     jaxpr: Jaxpr, line: str = "", before: tuple[np.dtype, ...] = ()
 ) -> tuple[Equation, ...]:
@@ -102,11 +102,11 @@ def keeps_numbers(eqn: JaxprEqn) -> bool:
     if Trait.CASTS not in kind:
         return bool(kind & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
     (result,) = eqn.outvars
-    is_widened = is_float(result) and not is_narrow_dtype(dtype_in(result))
+    is_widened = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
     return is_widened and is_narrow_dtype(dtype_in(eqn.invars[0]))
 
 
-@remembered
+@cached_by_program
 def dtypes_within(program: Jaxpr | ClosedJaxpr) -> frozenset[np.dtype]:
     """The dtypes of its results, and of all that its equations read or give."""
     jaxpr = open_jaxpr(program)

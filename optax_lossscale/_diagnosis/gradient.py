@@ -26,7 +26,7 @@ from optax_lossscale._diagnosis.shadow import Argument
 from optax_lossscale._programs.values import (
     Array,
     dtypes_in,
-    is_float,
+    is_inexact,
     is_narrow_dtype,
     variables,
 )
@@ -115,7 +115,7 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
             f"the loss must be a real floating-point scalar, got {loss.dtype}"
         )
     leaves = jax.tree.leaves(returned[1]) if has_aux else []
-    return loss, [x for x in leaves if is_traceable(x) and is_float(x)]
+    return loss, [x for x in leaves if is_traceable(x) and is_inexact(x)]
 
 
 def _arguments(everything: tuple) -> list[Argument]:
@@ -133,7 +133,7 @@ def _arguments(everything: tuple) -> list[Argument]:
         seen.add(id(leaf))
         name = prefixes[first.idx] + path_name(path)
         for x in filter(is_traceable, jax.tree.leaves(leaf)):
-            is_parameter = first.idx == 0 and is_float(x)
+            is_parameter = first.idx == 0 and is_inexact(x)
             found.append(Argument(name, x, is_parameter))
     return _told_apart(found)
 

@@ -99,7 +99,7 @@ class Note(Figures):
 
         It does if the equation runs once, as an `io_callback` has to.
         """
-        return is_inexact_dtype(self.dtype) and self.is_any(Trait.ONCE)
+        return is_inexact_dtype(self.dtype) and self.is_any(Trait.EFFECTFUL)
 
     @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:

@@ -171,7 +171,7 @@ class Diagnosis(Findings):
     def _not_compared(self) -> Iterator[str]:
         """Sentences about operations that have no float32 version."""
         for operation, source in self.not_compared:
-            if Trait.ONCE in traits_of(operation):
+            if Trait.EFFECTFUL in traits_of(operation):
                 what = (
                     f"{operation} at {source}, whose results float32 takes as they are"
                 )

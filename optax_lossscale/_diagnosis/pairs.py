@@ -25,7 +25,7 @@ from optax_lossscale._programs.values import (
     Array,
     Atom,
     dtype_in,
-    is_float,
+    is_inexact,
 )
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
@@ -72,7 +72,7 @@ class Pair(NamedTuple):
 
     def compared(self) -> "Compared":
         """What the host compares: floats in one dtype, or which choices differ."""
-        if not is_float(self.actual):
+        if not is_inexact(self.actual):
             return ComparedChoices(jnp.not_equal(self.actual, self.reference))
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
         return ComparedFloats(self.actual.astype(dtype), self.reference.astype(dtype))
@@ -107,7 +107,7 @@ Compared = ComparedFloats | ComparedChoices
 
 def exact(x: Array, widths: Widths) -> Pair:
     """A pair whose numbers are equal to their references, such as that of a constant."""
-    if not is_float(x):
+    if not is_inexact(x):
         return Pair(x)
     return Pair(widened(x, widths.actual), widened(x, widths.reference))
 
@@ -127,7 +127,7 @@ def compute(
             to_compare += [results[v].compared() for v in instruction.noted.values()]
         for v, pair in results.items():
             # From here on, the reference follows a choice.
-            env[v] = pair if is_float(pair.actual) else Pair(pair.actual)
+            env[v] = pair if is_inexact(pair.actual) else Pair(pair.actual)
     return [env[v] for v in piece.leaves], to_compare
 
 
@@ -153,9 +153,9 @@ def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
 def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation."""
     actual = in_wide(eqn, [x.actual for x in ins], widths.actual)
-    if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
+    if not any(map(is_inexact, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, actual))
-    if Trait.ONCE in traits(eqn):
+    if Trait.EFFECTFUL in traits(eqn):
         return [Pair(x, widened(x, widths.reference)) for x in actual]
     reference = in_wide(eqn, [x.followed for x in ins], widths.reference)
     pairs = list(map(Pair, actual, reference))
@@ -170,13 +170,13 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     The factors of an LU decomposition mean nothing without its pivots. So where the
     reference has other pivots, its factors are replaced by the actual ones.
     """
-    choices = [pair for pair in pairs if not is_float(pair.actual)]
+    choices = [pair for pair in pairs if not is_inexact(pair.actual)]
     if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.all(choices[0].actual == choices[0].reference)
     joined = []
     for pair in pairs:
-        if is_float(pair.actual):
+        if is_inexact(pair.actual):
             actual = widened(pair.actual, pair.reference.dtype)
             pair = Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
         joined.append(pair)

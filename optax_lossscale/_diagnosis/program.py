@@ -26,7 +26,7 @@ from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Atom,
     dtype_in,
-    is_float,
+    is_inexact,
     is_inexact_dtype,
     size_of,
     variables,
@@ -35,7 +35,7 @@ from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
-_LOOPS = Trait.SCANS | Trait.WAITS | Trait.BRANCHES | Trait.MAPS
+_LOOPS = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
 _MANY = 2**20  # numbers that a round of a loop may have in one piece
 # Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
 _NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
@@ -116,9 +116,9 @@ def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:
     """The results of an equation that have notes of their own, by their positions."""
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return {}
-    has_floats = any(map(is_float, eqn.invars))
+    has_floats = any(map(is_inexact, eqn.invars))
     results = enumerate(eqn.outvars)
-    return {n: v for n, v in results if has_floats or is_float(v)}
+    return {n: v for n, v in results if has_floats or is_inexact(v)}
 
 
 def _place_of(eqn: JaxprEqn, outer: Place) -> Place:

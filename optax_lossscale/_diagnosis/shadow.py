@@ -26,7 +26,13 @@ from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import Array, Atom, dtype_in, is_float, variables
+from optax_lossscale._programs.values import (
+    Array,
+    Atom,
+    dtype_in,
+    is_inexact,
+    variables,
+)
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -202,7 +208,7 @@ class _Runner:
         ins = self.read(eqn.invars, env, context)
         if Trait.SCANS in kind:
             results = loops.scan(instruction, ins, run, len(context.devices.maps))
-        elif Trait.WAITS in kind:
+        elif Trait.WHILE in kind:
             results = loops.while_loop(instruction, ins, run)
         elif Trait.BRANCHES in kind:
             results = loops.cond(instruction, ins, run)
@@ -253,7 +259,7 @@ class _Runner:
                     reads,
                     context.rounds,
                     position,
-                    stays_narrow=instruction.stays_narrow and is_float(v),
+                    stays_narrow=instruction.stays_narrow and is_inexact(v),
                 )
                 notes[v] = note
                 self.notes.append(note)

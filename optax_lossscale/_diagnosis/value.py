@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
-from optax_lossscale._programs.values import Array, is_float
+from optax_lossscale._programs.values import Array, is_inexact
 
 
 class Value(NamedTuple):
@@ -34,7 +34,7 @@ def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
     if not reads:
         return Value(pair)
     first = reads[0]
-    if not is_float(pair.actual):
+    if not is_inexact(pair.actual):
         return Value(pair, first)
     with np.errstate(over="ignore"):
         figures = pair.compared().figures

@@ -10,8 +10,8 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 - `work.py`: which equations are products, and how much an equation computes.
 - `walk.py`: the programs in an equation, with the operands of each.
 - `lines.py`: the line of the user's code that made an equation.
-- `flat.py`: a program without its calls.
+- `flat.py`: a program without its short calls, or without any.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
 - `keys.py`: keys of equations that compute the same.
-- `remembered.py`: results for a program, computed once.
+- `cached.py`: results for a program, computed once.
 """

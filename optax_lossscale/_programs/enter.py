@@ -38,7 +38,7 @@ def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> lis
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
-def is_placed(eqn: JaxprEqn) -> bool:
+def has_shardings(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jit` with shardings for its arguments or results."""
     places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
     return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
@@ -125,9 +125,9 @@ def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]
 
 _ENTER = {
     Trait.INLINED: _inlined,
-    Trait.KEEPS: _checkpoint,
+    Trait.CHECKPOINTS: _checkpoint,
     Trait.SCANS: _scan,
-    Trait.WAITS: _while,
+    Trait.WHILE: _while,
     Trait.BRANCHES: _cond,
     Trait.MAPS: _shard_map,
 }

@@ -1,6 +1,6 @@
-"""A traced program without its calls: what a `jit` calls is put in the call's place.
+"""A traced program without its short calls: a call's equations take its place.
 
-Loops, branches and other equations that hold programs stay one equation.
+`all_flat` leaves no call. Loops, branches and the like stay one equation.
 `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. No variable of the
 result is assigned twice, even if a program is called twice.
 """
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.enter import is_placed
+from optax_lossscale._programs.cached import cached_by_program
+from optax_lossscale._programs.enter import has_shardings
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
@@ -23,7 +23,7 @@ _LONG = 100  # equations
 
 
 class Flat(NamedTuple):
-    """A program without calls."""
+    """A program without its short calls, or without any."""
 
     # Where no line of the user's made an equation, it has that of the `jit` call
     eqns: list[JaxprEqn]
@@ -48,7 +48,7 @@ class _Body(NamedTuple):
     consts: dict[Var, Any]
 
 
-@remembered
+@cached_by_program
 def flat(program: Any) -> Flat:
     """Flattens a program as far as `autocast` can use it.
 
@@ -58,7 +58,7 @@ def flat(program: Any) -> Flat:
     return _flattened(program, _short_jit)
 
 
-@remembered
+@cached_by_program
 def all_flat(program: Any) -> Flat:
     """Flattens a program so that no call is left, not even checkpoints and the like."""
     return _flattened(program, _called)
@@ -142,13 +142,13 @@ def _short_jit(eqn: JaxprEqn) -> Any:
     A function that calls another twice, which calls a third twice, and so on, would
     double in length at each level. So a long program stays a call.
     """
-    if Trait.INLINED not in traits(eqn) or is_placed(eqn):
+    if Trait.INLINED not in traits(eqn) or has_shardings(eqn):
         return None
     (program,) = programs_in(eqn)
     return program if _length(program) <= _LONG else None
 
 
-@remembered
+@cached_by_program
 def _length(program: Any) -> int:
     """How many equations a program has once it is flat."""
     called = map(_short_jit, open_jaxpr(program).eqns)

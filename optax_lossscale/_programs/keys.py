@@ -26,9 +26,9 @@ def key_of_literal(literal: Literal) -> Hashable:
 
 
 def hashable(key: Hashable, things: Any) -> Hashable:
-    """The key, or the `id` of the things that it is a key of if it has no hash.
+    """The key; or, if it has no hash, `id(things)`.
 
-    An `id` equals no other key while the things live.
+    The key is of these things. Their `id` equals no other key while they live.
     """
     try:
         hash(key)

@@ -32,10 +32,9 @@ def users_line(eqn: JaxprEqn) -> str:
 
 
 def line_of(eqn: JaxprEqn, around: str = "") -> str:
-    """The user's line that made an equation, in words if there is none.
+    """The user's line that made an equation, or else `around`, or "an unknown line".
 
-    Where no line of the user's made it, this is `around`, the line of the equation that
-    holds it.
+    `around` is the line of the equation that holds it; "" if there is none.
     """
     return users_line(eqn) or around or "an unknown line"
 

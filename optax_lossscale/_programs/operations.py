@@ -16,7 +16,23 @@ from optax_lossscale._programs.versions import name_of
 
 
 class Trait(enum.Flag):
-    """The traits of operations, of which one operation may have several."""
+    """The traits of operations, of which one operation may have several.
+
+    Six of them are for operations that return numbers of their operands. `autocast`
+    runs such an operation in the dtypes in which its operands are stored, which may be
+    of 16 bits, or in those in which it was traced. An example of each:
+
+    ========  ==================  =========  ==========================
+    trait     example             runs       its derivative
+    ========  ==================  =========  ==========================
+    MOVES     `reshape`           as stored  moves numbers back
+    SELECTS   `slice`             as stored  puts zeros around numbers
+    SPREADS   `all_gather`        as stored  sums over devices
+    PLACES    `broadcast_in_dim`  as traced  sums what was repeated
+    GATHERS   `gather`            as traced  sums what was read twice
+    CHOOSES   `clamp`             as traced  sums, for a bound of all
+    ========  ==================  =========  ==========================
+    """
 
     MOVES = enum.auto()
     """Only moves or reshapes numbers: runs in the dtype in which they are stored."""
@@ -48,7 +64,7 @@ class Trait(enum.Flag):
     """Puts numbers of one operand between those of another, as a mask does."""
     PADS = enum.auto()
     """Puts numbers around those of its operand, and perhaps between them."""
-    PICKS = enum.auto()
+    GATHERS = enum.auto()
     """Looks up parts of its first operand by index, as an embedding does."""
     NAMES = enum.auto()
     """Gives its operand a name, by which a policy of `jax.checkpoint` may keep it."""
@@ -82,17 +98,17 @@ class Trait(enum.Flag):
     """Reads or makes the bits of a number, which are those of its own dtype."""
     OPAQUE = enum.auto()
     """Runs code that no jaxpr shows, or does work that shapes do not determine."""
-    ONCE = enum.auto()
+    EFFECTFUL = enum.auto()
     """Does more than compute its results, so that it must not run twice."""
     CALLS = enum.auto()
     """Runs the one program that it holds, once, from its operands to its results."""
     INLINED = enum.auto()
     """Only calls the program that it holds."""
-    KEEPS = enum.auto()
+    CHECKPOINTS = enum.auto()
     """Says itself which residuals of its program are kept, as `jax.checkpoint` does."""
     SCANS = enum.auto()
     """Runs its program once for each row of its operands, and carries a state along."""
-    WAITS = enum.auto()
+    WHILE = enum.auto()
     """Runs its body, a program, as long as its condition, another program, holds."""
     BRANCHES = enum.auto()
     """Runs one of its programs, which an index chooses."""
@@ -135,6 +151,7 @@ Formula = Literal[
     "inverse root",
     "minus",
     "over",
+    "raised",
     "root",
     "squared",
     "sum",
@@ -190,7 +207,7 @@ _ROWS = {
         Trait.PLACES | Trait.CHOOSES | Trait.CASTS | Trait.CHEAP
     ),
     "cummax cummin sort top_k": Row(Trait.CHOOSES),
-    "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.PICKS | Trait.CHEAP),
+    "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.GATHERS | Trait.CHEAP),
     "max": Row(Trait.CHOOSES | Trait.CHEAP, formula="bound"),
     "pad": Row(Trait.PLACES | Trait.CHOOSES | Trait.CHEAP | Trait.FILLS | Trait.PADS),
     "pvary": Row(Trait.SPREADS | Trait.CHOOSES | Trait.CHEAP | Trait.VARIES),
@@ -220,10 +237,13 @@ _ROWS = {
     ),
     "cumlogsumexp cumprod lgamma": Row(Trait.EXPONENTIAL),
     "erfc": Row(Trait.SATURATES | Trait.CHEAP),
-    "integer_pow square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
+    "integer_pow": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="raised"),
+    "square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
     "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
     # Products
     "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
+    # An outer or an inner product takes one pass over its operands. Any other
+    # `dot_general` is found by `is_product`, and `is_cheap` leaves it out.
     "dot_general": Row(Trait.PRODUCT | Trait.OUTER | Trait.CHEAP, terms="contracted"),
     "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
     "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
@@ -239,9 +259,9 @@ _ROWS = {
         "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
         "tpu_custom_call triton_kernel_call"
     ): Row(Trait.OPAQUE),
-    "io_callback": Row(Trait.OPAQUE | Trait.ONCE),
+    "io_callback": Row(Trait.OPAQUE | Trait.EFFECTFUL),
     # Runs code that returns nothing
-    "debug_callback debug_print inspect_sharding": Row(Trait.ONCE),
+    "debug_callback debug_print inspect_sharding": Row(Trait.EFFECTFUL),
     # Holds programs
     "closed_call eval_jaxpr": Row(
         Trait.INLINED | Trait.CALLS, programs=("jaxpr", "call_jaxpr")
@@ -259,11 +279,11 @@ _ROWS = {
     "jit": Row(Trait.INLINED | Trait.CHEAP | Trait.CALLS, programs=("jaxpr",)),
     "linear_call": Row(programs=("callee",)),
     "remat_opt": Row(Trait.INLINED | Trait.CALLS, programs=("fwd_jaxpr",)),
-    "remat2": Row(Trait.KEEPS | Trait.CALLS, programs=("jaxpr",)),
+    "remat2": Row(Trait.CHECKPOINTS | Trait.CALLS, programs=("jaxpr",)),
     "run_state": Row(programs=("jaxpr",)),
     "scan": Row(Trait.SCANS, programs=("jaxpr",)),
     "shard_map": Row(Trait.MAPS, programs=("jaxpr",)),
-    "while": Row(Trait.WAITS, programs=("cond_jaxpr", "body_jaxpr")),
+    "while": Row(Trait.WHILE, programs=("cond_jaxpr", "body_jaxpr")),
     # Cheap, of any range
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "

@@ -33,7 +33,7 @@ def dtype_in(x: Any) -> Any:
     return getattr(getattr(x, "aval", x), "dtype", None)
 
 
-def is_float(v: Any) -> bool:
+def is_inexact(v: Any) -> bool:
     """Whether a variable or an array holds floating-point or complex numbers."""
     return is_inexact_dtype(dtype_in(v))
 
@@ -55,7 +55,7 @@ def is_narrow_dtype(dtype: Any) -> bool:
 def astype(x: Any, dtype: Any) -> Any:
     """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
     now = dtype_in(x)
-    has_none = dtype is None or now is None  # NumPy's float64 equals None
+    has_none = dtype is None or now is None  # `np.dtype("float64") == None` is True
     if has_none or now == dtype:
         return x
     with _in_its_mesh(x):

@@ -45,20 +45,20 @@ def programs_with_operands(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
         (program, range(end - len(open_jaxpr(program).invars), end))
         for program in programs_in(eqn)
     ]
-    if Trait.WAITS in traits(eqn):  # its condition lacks the constants of its body
+    if Trait.WHILE in traits(eqn):  # its condition lacks the constants of its body
         condition, _ = entered[0]
         of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
         entered[0] = (condition, of_condition)
     return entered
 
 
-def giving_results(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
+def result_programs(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
     """The programs whose results are those of the equation, each with its operands.
 
     They are all that `programs_with_operands` gives but for the condition of a `while`.
     """
     entered = programs_with_operands(eqn)
-    return entered[1:] if Trait.WAITS in traits(eqn) else entered
+    return entered[1:] if Trait.WHILE in traits(eqn) else entered
 
 
 def carried_by(eqn: JaxprEqn) -> range:
@@ -66,7 +66,7 @@ def carried_by(eqn: JaxprEqn) -> range:
     if Trait.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
-    if Trait.WAITS in traits(eqn):
+    if Trait.WHILE in traits(eqn):
         n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         return range(n_consts, len(eqn.invars))
     return range(0)

@@ -50,9 +50,9 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
 )
 from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
 from optax_lossscale._programs.operations import Trait, traits  # noqa: E402
-from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_float  # noqa: E402
+from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_inexact  # noqa: E402
 from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
-from optax_lossscale._programs.walk import giving_results  # noqa: E402
+from optax_lossscale._programs.walk import result_programs  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
 
@@ -84,7 +84,7 @@ def evaluated(program, compute):
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
             if is_entered(eqn):
-                inner = [evaluated(p, compute) for p, _ in giving_results(eqn)]
+                inner = [evaluated(p, compute) for p, _ in result_programs(eqn)]
                 has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
                 outs = inner[0](ins) if has_rule else enter(eqn, ins, inner)
             else:
@@ -827,7 +827,7 @@ def moving(seed, names, note=None):
         name, number = eqn.primitive.name, next(count)
         if name not in names:
             outs = widely(eqn, ins)  # which float32 rounds as well
-            if any(map(is_float, eqn.invars)):
+            if any(map(is_inexact, eqn.invars)):
                 outs = [moved(x, number + 0.7, 2.0**-22, 0) for x in outs]
             return as_written(outs, eqn, number)
         is_product = name in PRODUCTS_OF_JAX and "HIGHEST" not in str(

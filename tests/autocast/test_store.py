@@ -213,7 +213,7 @@ def kept(fun, w, how=FLOAT16_ALONE):
         [
             name_of(step.eqn)
             for step in region.steps
-            if step.eqn.outvars[0] in region.kept
+            if step.eqn.outvars[0] in region.kept_reductions
         ]
         for region in regions_of(fun, w, how=how)
     ]
@@ -227,6 +227,6 @@ def test_a_reduction_is_kept_where_taking_it_again_is_another_pass():
     # After a softmax, its rows are stored, in the kernel that sums them.
     assert kept(lambda w, x: jax.nn.softmax(x @ w) @ w.T, wide) == [[]]
     # A name has no transpose, so in rules of derivatives none is kept.
-    assert kept(loss, wide, FLOAT16_ALONE._replace(keeps=False)) == [[]]
+    assert kept(loss, wide, FLOAT16_ALONE._replace(keeps_reductions=False)) == [[]]
     # What its own island does not read is stored, if it is read at all.
     assert kept(lambda w, x: jnp.sum(x @ w, -1), wide) == [[]]

@@ -22,6 +22,8 @@ def mistakes() -> None:
     ols.with_loss_scale(inner, mask="w")  # pyright: ignore[reportArgumentType]
     ols.with_loss_scale(inner, mask={"w": 1})  # pyright: ignore[reportArgumentType]
     ols.with_loss_scale(optax.adamw)  # pyright: ignore[reportArgumentType]
+    print(ols.autocast(jnp.sum).plans)  # pyright: ignore[reportAttributeAccessIssue]
+    ols.autocast(argnums="w")  # pyright: ignore[reportArgumentType]
     ols.get("dynamc")  # pyright: ignore[reportArgumentType]
     ols.DynamicLossscale()  # pyright: ignore[reportAttributeAccessIssue]
     ols.value_and_scaled_grad(jnp.sum)  # pyright: ignore[reportCallIssue]

@@ -61,6 +61,10 @@ def test_a_right_program_runs():
     ols.plot.loss_scale([ols.metrics(state)], color="red").set_title("The loss scale")
     assert ols.metrics(state)["skipped_steps"] == state.skipped_steps == 0
 
+    cast = ols.autocast(dtype=jnp.bfloat16)(loss_fn)
+    assert jax.jit(cast)(params, x) < 1
+    assert "dot_general" in str(cast.plan(params, x))
+
     config = ols.presets.pytorch(growth_interval=500).get_config()
     for loss_scale in ("dynamic", 128, 0.5, None, tx.init(params).loss_scale, config):
         chain = optax.chain(
