@@ -88,8 +88,8 @@ def _reduce_tree(
 
     If any leaf is known to lie on several devices, all platforms take `reduction`, with
     a group for each leaf. If leaves are partitioned and that is not known, the result
-    is the same, but devices exchange more. On CPU they exchange results for each leaf. And
-    they exchange whole leaves where a group holds leaves that are partitioned along
+    is the same, but devices exchange more. On CPU they exchange results for each leaf.
+    And they exchange whole leaves where a group holds leaves that are partitioned along
     different axes, or where the norm cuts leaves into rows.
     """
     inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))

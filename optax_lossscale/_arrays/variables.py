@@ -54,8 +54,8 @@ def distinct_nodes(nodes: list[T]) -> list[T]:
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
     """The ids of the variables in a tree; equal where two trees hold the same ones."""
-    found = find_nodes(is_variable, tree)
-    return tuple(map(id, found))
+    nodes = find_nodes(is_variable, tree)
+    return tuple(map(id, nodes))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

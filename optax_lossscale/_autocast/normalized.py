@@ -139,10 +139,10 @@ def _made_of(roles: Sequence[Role], eqn: JaxprEqn, formula: Formula) -> Role | N
 
     Parts of different values make none.
     """
-    made = _MADE.get((formula, *[role.what for role in roles]))
+    what = _MADE.get((formula, *[role.what for role in roles]))
     of_values = [role for role in roles if role.of is not None]
     sources = {(role.of, role.is_centred) for role in of_values}
-    if made is None or len(sources) != 1:
+    if what is None or len(sources) != 1:
         return None
     ((value, is_centred),) = sources
     subtracts_mean = formula == "minus" and len(of_values) == 2
@@ -151,7 +151,7 @@ def _made_of(roles: Sequence[Role], eqn: JaxprEqn, formula: Formula) -> Role | N
     # mean.
     if terms < _FEWEST or (subtracts_mean and terms > 1):
         return None
-    return Role(value, made, is_centred or subtracts_mean, terms)
+    return Role(value, what, is_centred or subtracts_mean, terms)
 
 
 def _role_of_operand(v: Var | Literal, roles: Mapping[Var, Role]) -> Role:

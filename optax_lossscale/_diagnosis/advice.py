@@ -34,71 +34,73 @@ _Remarks = Iterator[tuple[str, str]]
 
 
 def verdict_and_advice(
-    found: Findings, widened: Sequence[Operation]
+    findings: Findings, widened: Sequence[Operation]
 ) -> tuple[str, list[str]]:
     """The verdict, and what to do.
 
     Args:
-      found: what the runs show.
+      findings: what the runs show.
       widened: the products of the forward pass of which an operand was widened.
     """
     remarks = [
-        *_about_what_is_wrong(found),
-        *_about_choices(found),
-        *_about_products(found, widened),
-        *_about_gradients(found),
-        *_about_scale(found),
-        *_about_the_loss(found),
+        *_about_what_is_wrong(findings),
+        *_about_choices(findings),
+        *_about_products(findings, widened),
+        *_about_gradients(findings),
+        *_about_scale(findings),
+        *_about_the_loss(findings),
     ]
     if not remarks:
-        return _fine(found), ["Nothing."]
+        return _fine(findings), ["Nothing."]
     verdicts, remedies = zip(*remarks, strict=True)
     return verdicts[0], list(dict.fromkeys(remedies))
 
 
-def _fine(found: Findings) -> str:
+def _fine(findings: Findings) -> str:
     """The verdict on a model without remarks."""
-    if not found.computes_in:
+    if not findings.computes_in:
         return (
             "Nothing is computed in 16 bits, nor would autocast compute anything in it."
         )
-    dtype = found.computes_in[0]
-    if found.loss_scale is None:
+    dtype = findings.computes_in[0]
+    if findings.loss_scale is None:
         return f"{dtype} is fine as it is, without a loss scale."
-    scale = scale_name(found.loss_scale)
+    scale = scale_name(findings.loss_scale)
     return f"{dtype} is fine, and so is a loss scale of {scale}."
 
 
 # --- what is wrong ---
 
 
-def _about_what_is_wrong(found: Findings) -> _Remarks:
+def _about_what_is_wrong(findings: Findings) -> _Remarks:
     """Remarks on the loss, gradients or values inside that are off."""
-    for wrong in found.wrong:
-        yield f"{_what_is_wrong(found, wrong)}: {wrong.because}.", _remedy(wrong)
+    for wrong in findings.wrong:
+        yield f"{_what_is_wrong(findings, wrong)}: {wrong.because}.", _remedy(wrong)
 
 
-def _what_is_wrong(found: Findings, wrong: Wrong) -> str:
+def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
     if wrong.is_in_float32:
         what = "The loss is" if wrong.name == THE_LOSS else "The gradients are"
         return f"{what} not finite in float32 either, so no loss scale helps"
     if wrong.name == THE_LOSS:
-        what = f"The loss is {found.loss:.4g} at any loss scale"
-        if not math.isfinite(found.loss_in_float32):  # as a kernel's, which is unknown
+        what = f"The loss is {findings.loss:.4g} at any loss scale"
+        if not math.isfinite(
+            findings.loss_in_float32
+        ):  # as a kernel's, which is unknown
             return what
-        return f"{what}; in float32 it is {found.loss_in_float32:.4g}"
-    dtypes = " and ".join(map(str, found.computes_in))
-    give = "give" if len(found.computes_in) > 1 else "gives"
+        return f"{what}; in float32 it is {findings.loss_in_float32:.4g}"
+    dtypes = " and ".join(map(str, findings.computes_in))
+    give = "give" if len(findings.computes_in) > 1 else "gives"
     if wrong.name == A_VALUE_INSIDE:
         inside = f"{dtypes} {give} wrong values inside"
-        if found.off_by_choices:
+        if findings.off_by_choices:
             return inside
         return f"{inside}, though loss and gradients agree as far as float32 determines them"
-    if found.initial_scale is None:
+    if findings.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
     if wrong.how is How.IS_NOT_LINEAR:
-        scale = scale_name(found.scale)
+        scale = scale_name(findings.scale)
         return f"A loss scale of {scale} changes the gradient of {wrong.name} by {wrong.off:.1%}"
     off = f"that of {wrong.name} is off by {wrong.off:.1%}"
     return f"{dtypes} {give} wrong gradients: {off}, at the scale that fits best"
@@ -178,18 +180,18 @@ def _remedy(wrong: Wrong) -> str:
 # --- what is not as the user meant it ---
 
 
-def _about_choices(found: Findings) -> _Remarks:
+def _about_choices(findings: Findings) -> _Remarks:
     """A remark on choices that float32 makes otherwise, if they matter.
 
     They do if they change the loss, or a gradient by a fifth. If they change gradients
     by less, they may be as good as float32's, as where a ReLU is given a number near 0:
     then many have to differ.
     """
-    off = found.off_by_choices
-    if has_wrong_result(found) or not off:
+    off = findings.off_by_choices
+    if has_wrong_result(findings) or not off:
         return
     worst = max(off, key=off.__getitem__)
-    many_differ = any(choice.decided > TOLERANCE for choice in found.choices)
+    many_differ = any(choice.decided > TOLERANCE for choice in findings.choices)
     if THE_LOSS in off:
         effect = f"the loss is off by {percent(off[THE_LOSS])}"
     elif off[worst] > LARGE_SHARE or many_differ:
@@ -197,23 +199,23 @@ def _about_choices(found: Findings) -> _Remarks:
     else:
         return
     yield (
-        f"Float32 chooses otherwise at {lines_of(found.choices)}, and so {effect}.",
+        f"Float32 chooses otherwise at {lines_of(findings.choices)}, and so {effect}.",
         "Compute what is chosen from there in float32, unless either choice is as good, "
         "as between numbers that are nearly equal.",
     )
 
 
-def _about_products(found: Findings, widened: Sequence[Operation]) -> _Remarks:
+def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remarks:
     """A remark on products that a wide operand widens, if most of them are wide.
 
     A product of which both operands are widened is meant to be wide. It is named only
     beside others.
     """
     are_meant = all(HALVES.issuperset(product.before) for product in widened)
-    if found.wrong or are_meant:
+    if findings.wrong or are_meant:
         return
     dtype = widened[0].dtype
-    share = found.dtypes.shares[dtype]
+    share = findings.dtypes.shares[dtype]
     if share > 0.5:
         yield (
             f"Hardly anything is computed in 16 bits: {share:.1%} of the "
@@ -223,32 +225,32 @@ def _about_products(found: Findings, widened: Sequence[Operation]) -> _Remarks:
         )
 
 
-def _about_gradients(found: Findings) -> _Remarks:
+def _about_gradients(findings: Findings) -> _Remarks:
     """A remark on a loss that is only rounding, or gradients that are all 0."""
-    if found.wrong or not found.computes_in:
+    if findings.wrong or not findings.computes_in:
         return
-    if THE_LOSS not in found.off:
+    if THE_LOSS not in findings.off:
         yield (
-            f"The loss is nothing but rounding, {found.loss:.3g} for "
-            f"{found.loss_in_float32:.3g} in float32, and so may be its gradients.",
+            f"The loss is nothing but rounding, {findings.loss:.3g} for "
+            f"{findings.loss_in_float32:.3g} in float32, and so may be its gradients.",
             "Diagnose other parameters or another batch. If it compares two things "
             "that are to be equal, compute both in the same dtype.",
         )
-    elif not found.has_gradients:
+    elif not findings.has_gradients:
         yield (
             "All gradients are 0, in float32 as well.",
             "Look for what stops them, such as a ReLU that is 0 for every input.",
         )
-    elif len(found.off) == 1:  # that of the loss
+    elif len(findings.off) == 1:  # that of the loss
         yield (
             "The gradients are nothing but rounding, in float32 as well.",
             "Diagnose other parameters or another batch.",
         )
 
 
-def _about_the_loss(found: Findings) -> _Remarks:
+def _about_the_loss(findings: Findings) -> _Remarks:
     """A remark on a loss in float16."""
-    if found.loss_dtype == np.float16 and not found.wrong:
+    if findings.loss_dtype == np.float16 and not findings.wrong:
         yield (
             "float16 is fine except for the loss: its gradient is the scale, at most "
             "2**15.",
@@ -259,25 +261,25 @@ def _about_the_loss(found: Findings) -> _Remarks:
 # --- the loss scale ---
 
 
-def _about_scale(found: Findings) -> _Remarks:
+def _about_scale(findings: Findings) -> _Remarks:
     """Remarks on the loss scale: whether one is needed, and which."""
-    fits = scale_that_fits(found)
-    if not fits or (found.wrong and fits.largest < 1):  # the cause is what is wrong
+    fits = scale_that_fits(findings)
+    if not fits or (findings.wrong and fits.largest < 1):  # the cause is what is wrong
         return
-    lost = _lost_for_want_of_a_scale(found)
-    least = 1 if found.off_without else 0
+    lost = _lost_for_want_of_a_scale(findings)
+    least = 1 if findings.off_without else 0
     bits = max((group.bits for group in lost), default=least)
     scale = scale_name(fits.scale)
-    if found.overflow and any(group.left > TOLERANCE for group in lost):
+    if findings.overflow and any(group.left > TOLERANCE for group in lost):
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
-            _REMEDIES[How.OVERFLOWS].format(line=found.overflow.line),
+            _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
         )
-    theirs = found.loss_scale
+    theirs = findings.loss_scale
     if theirs is None:
-        if lost or found.off_without or not found.is_finite_without:
-            yield _without_a_scale(found, scale, lost), _wrap(found, fits, bits)
+        if lost or findings.off_without or not findings.is_finite_without:
+            yield _without_a_scale(findings, scale, lost), _wrap(findings, fits, bits)
     elif not min(2.0**bits, fits.scale) <= theirs <= fits.largest:
         problem = "overflow" if theirs > fits.largest else "are lost"
         yield (
@@ -286,34 +288,34 @@ def _about_scale(found: Findings) -> _Remarks:
         )
 
 
-def _lost_for_want_of_a_scale(found: Findings) -> list[Underflow]:
+def _lost_for_want_of_a_scale(findings: Findings) -> list[Underflow]:
     """The groups that underflow, and have a gradient that is right and determined."""
-    wrong_names = {result.name for result in found.wrong}
-    groups = {without_numbers(name) for name in found.off if name not in wrong_names}
-    return [group for name, group in found.underflow.items() if name in groups]
+    wrong_names = {result.name for result in findings.wrong}
+    groups = {without_numbers(name) for name in findings.off if name not in wrong_names}
+    return [group for name, group in findings.underflow.items() if name in groups]
 
 
-def _without_a_scale(found: Findings, scale: str, lost: Sequence[Underflow]) -> str:
+def _without_a_scale(findings: Findings, scale: str, lost: Sequence[Underflow]) -> str:
     """What happens to gradients without a loss scale, such as the one that fits."""
     without = f"Without a loss scale of about {scale},"
-    if not found.is_finite_without:
+    if not findings.is_finite_without:
         return f"{without} gradients are not finite."
     if lost:
-        name, group = next(iter(found.underflow.items()))
+        name, group = next(iter(findings.underflow.items()))
         of = "" if name == ALL else f" ({name})"
         return (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
             f"gradients{of} to underflow."
         )
-    off = found.off_without
+    off = findings.off_without
     worst = max(off, key=off.__getitem__)
     return f"{without} the gradient of {worst} is off by {off[worst]:.1%}."
 
 
-def _wrap(found: Findings, fits: InitialScale, bits: int) -> str:
+def _wrap(findings: Findings, fits: InitialScale, bits: int) -> str:
     """The advice to wrap the optimizer, with a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
-    if bits <= _START <= exponent and found.is_finite_without:
+    if bits <= _START <= exponent and findings.is_finite_without:
         return "Wrap the optimizer: with_loss_scale(optimizer)."
     # A bound that leaves the scale room to fall
     bound = f", min_scale=2.0**{exponent - 16}" if exponent < 0 else ""

@@ -112,11 +112,11 @@ def _report(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
     """The report on a gradient and its runs."""
-    found = _findings(gradient, runs, is_autocast, opt_state)
+    findings = _findings(gradient, runs, is_autocast, opt_state)
     products = report_of(gradient.forward).products
     widened = [product for product in products if product.is_widened]
-    verdict, advice = verdict_and_advice(found, widened)
-    return Diagnosis(verdict=verdict, advice=advice, **vars(found))
+    verdict, advice = verdict_and_advice(findings, widened)
+    return Diagnosis(verdict=verdict, advice=advice, **vars(findings))
 
 
 def _findings(

@@ -62,29 +62,29 @@ def equations(
     """
     # By the `id` of a variable
     unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
-    found = []
+    collected = []
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if keeps_numbers(eqn):
             unwidened.update((id(v), operands[0]) for v in eqn.outvars)
         own = Equation(eqn, line_of(eqn, line), operands)
-        found += [own, *_inside(own)]
-    return _counted(found)
+        collected += [own, *_inside(own)]
+    return _counted(collected)
 
 
 def _inside(equation: Equation) -> Iterator[Equation]:
     """Those in the programs that an equation holds."""
-    given = equation.unwidened if Trait.CALLS in traits(equation.eqn) else ()
+    before = equation.unwidened if Trait.CALLS in traits(equation.eqn) else ()
     times = _times(equation.eqn)
     for program in programs_in(equation.eqn):
-        for inner in equations(open_jaxpr(program), equation.source, given):
+        for inner in equations(open_jaxpr(program), equation.source, before):
             yield inner._replace(runs=inner.runs * times)
 
 
-def _counted(found: Iterable[Equation]) -> tuple[Equation, ...]:
+def _counted(equations_: Iterable[Equation]) -> tuple[Equation, ...]:
     """Each equation once for each line, with its counts in all places added up."""
     counted: dict[tuple[int, str], Equation] = {}
-    for equation in found:
+    for equation in equations_:
         place = (id(equation.eqn), equation.source)
         if place in counted:
             earlier = counted[place]

@@ -58,8 +58,8 @@ def gradient_of(
     everything = (params, args, kwargs)
     arguments = _arguments(everything)
     positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
-    given = [argument.array for argument in arguments]
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
+    leaves = [argument.array for argument in arguments]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise TypeError(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
@@ -76,7 +76,7 @@ def gradient_of(
         wide, pull, (loss, aux) = jax.vjp(of_parameters, parameters, has_aux=True)
         return loss, pull(seed.astype(wide.dtype)), aux
 
-    closed = jax.make_jaxpr(gradient)(given, jnp.float32(1))
+    closed = jax.make_jaxpr(gradient)(leaves, jnp.float32(1))
     _refuse_refs(closed.jaxpr)
     on_host = [
         argument._replace(array=jax.device_get(jnp.asarray(argument.array)))
@@ -124,7 +124,7 @@ def _arguments(everything: tuple) -> list[Argument]:
     A variable of Flax NNX that is in two places counts once.
     """
     prefixes = ("", "args/", "kwargs/")
-    found = []
+    arguments = []
     seen: set[int] = set()
     leaves = jax.tree.leaves_with_path(everything, is_leaf=is_variable)
     for (first, *path), leaf in leaves:
@@ -134,8 +134,8 @@ def _arguments(everything: tuple) -> list[Argument]:
         name = prefixes[first.idx] + path_name(path)
         for x in filter(is_traceable, jax.tree.leaves(leaf)):
             is_parameter = first.idx == 0 and is_inexact(x)
-            found.append(Argument(name, x, is_parameter))
-    return _told_apart(found)
+            arguments.append(Argument(name, x, is_parameter))
+    return _told_apart(arguments)
 
 
 def _told_apart(arguments: list[Argument]) -> list[Argument]:

@@ -42,13 +42,13 @@ def scan(
     length = eqn.params["length"]
     columns = [_rows(stack, length, axis) for stack in ins[carried.stop :]]
     rounds = range(length)
-    made = {}
+    rows_of_rounds = {}
     for n in reversed(rounds) if eqn.params["reverse"] else rounds:
         rows = [column[n] for column in columns]
         results = run(body, [*consts, *carry, *rows], n)
         carry = results[: len(carried)]
-        made[n] = results[len(carried) :]
-    stacks = zip(*(made[n] for n in rounds), strict=True)
+        rows_of_rounds[n] = results[len(carried) :]
+    stacks = zip(*(rows_of_rounds[n] for n in rounds), strict=True)
     return [*carry, *(_stack(rows, axis) for rows in stacks)]
 
 

@@ -205,15 +205,15 @@ class Diagnosis(Findings):
         return _section(title, rows)
 
 
-def scale_that_fits(found: Findings) -> InitialScale | None:
+def scale_that_fits(findings: Findings) -> InitialScale | None:
     """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in found.computes_in and found.has_gradients
-    return found.initial_scale if is_scaled else None
+    is_scaled = np.float16 in findings.computes_in and findings.has_gradients
+    return findings.initial_scale if is_scaled else None
 
 
-def has_wrong_result(found: Findings) -> bool:
+def has_wrong_result(findings: Findings) -> bool:
     """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(result.name != A_VALUE_INSIDE for result in found.wrong)
+    return any(result.name != A_VALUE_INSIDE for result in findings.wrong)
 
 
 def _cells(wrong: Wrong) -> tuple[str, str, str]:

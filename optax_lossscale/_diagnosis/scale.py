@@ -133,12 +133,14 @@ def underflow(
             numbers = _numbers(value, fitting[name])
             groups[ALL].append(numbers)
             groups[without_numbers(name)].append(numbers)
-    found = {}
+    underflows = {}
     for name, group in groups.items():
         of_group = _underflow(group)
         if max(of_group.lost, of_group.left) > NOTABLE:
-            found[name] = of_group
-    return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
+            underflows[name] = of_group
+    return dict(
+        sorted(underflows.items(), key=lambda item: (item[0] != ALL, -item[1].lost))
+    )
 
 
 class _Numbers(NamedTuple):

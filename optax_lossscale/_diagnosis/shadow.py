@@ -189,11 +189,11 @@ class _Runner:
         """The values after pieces have run, without those that no later piece reads."""
         for piece in pieces:
             if piece.instructions[0].programs:
-                made = self._run_inside(piece.instructions[0], env, context)
+                results = self._run_inside(piece.instructions[0], env, context)
             else:
-                made = self._compute(piece, env, context)
+                results = self._compute(piece, env, context)
             kept = {v: value for v, value in env.items() if v not in piece.frees}
-            env = {**kept, **made}
+            env = {**kept, **results}
         return env
 
     def _run_inside(self, instruction: Instruction, env: Env, context: Context) -> Env:

@@ -74,7 +74,7 @@ def find_carry(experiment: Experiment, usual: Trial, nudged: list[Nudge]) -> Car
     in_place = {path: path for path in usual.outputs if path in floats}
     carry = _with_closest(_likeness(nudged), in_place)
     carry = _with_trees_alike(usual, floats, carry)
-    if not carry and not usual.made.loss_scales:
+    if not carry and not usual.after.loss_scales:
         raise ValueError(
             "nothing that the step is given comes back from it: let it return its new "
             "parameters and state, or change them in place, so that they can be judged"
@@ -95,8 +95,8 @@ def _likeness(nudged):
     """
     likeness = {}
     for trial, repeated in nudged:
-        before = trial.given.numbers
-        after = repeated.given.numbers
+        before = trial.before.numbers
+        after = repeated.before.numbers
         moved = [place for place, x in before.items() if not equal(x, after[place])]
         for place, path in product(moved, trial.outputs):
             if path not in repeated.outputs or not _are_alike(path, place):
@@ -162,7 +162,7 @@ def _with_trees_alike(usual, floats, known):
     """
     carry = dict(known)
     returned = {path: x for path, x in usual.outputs.items() if path[0] == RESULT}
-    arguments = _trees(usual.given.numbers)
+    arguments = _trees(usual.before.numbers)
     results = _trees(returned)
     for form, places in arguments.items():
         paths = results[form]

@@ -63,12 +63,12 @@ def _made(parts, old_ids):
 
     They are what the step made. One that is not compiled may return what it was given.
     """
-    made = {}
+    returned = {}
     for path, part in parts.items():
         ids = set(map(id, jax.tree.leaves(part)))
         if path[0] == RESULT or ids - old_ids:
-            made[path] = part
-    return made
+            returned[path] = part
+    return returned
 
 
 def numbers_in(tree: Any) -> Numbers:

@@ -97,7 +97,7 @@ class Experiment:
         loss_scale = jax.device_get(loss_scale)
         others = {**numbers, **self._numbers_of(loss_scale)}
         arguments = _copied(self._arguments, others)
-        given = contents(arguments)
+        before = contents(arguments)
         # These arrays are kept alive, so that no output gets the id of one of them.
         old = jax.tree.leaves(without_variables(arguments))
         with (
@@ -107,8 +107,8 @@ class Experiment:
             OVERFLOWS(fixed_overflow),
         ):
             result = self._step(*arguments["args"], **arguments["kwargs"])
-        made = contents({"result": result, **arguments}, old)
-        return Trial(loss_scale, fixed_overflow, given, made)
+        after = contents({"result": result, **arguments}, old)
+        return Trial(loss_scale, fixed_overflow, before, after)
 
     def _numbers_of(self, loss_scale):
         """The numbers of a loss scale, by their paths among the arguments.

@@ -117,14 +117,14 @@ def _drifted(trial, judged):
     scale, which is not among the other outputs.
     """
     outputs = trial.outputs
-    drifted = [x for x in trial.made.drifted if x in judged or x not in outputs]
+    drifted = [x for x in trial.after.drifted if x in judged or x not in outputs]
     return listed(_DRIFTED, drifted, _ONE_DECISION)
 
 
 def _uncounted(trials):
     """The fault that the state that comes back does not count a skipped step."""
     for trial in trials:
-        if trial.made.states and trial.was_skipped and trial.more_skipped <= 0:
+        if trial.after.states and trial.was_skipped and trial.more_skipped <= 0:
             return _UNCOUNTED
     return ""
 
@@ -132,12 +132,12 @@ def _uncounted(trials):
 def _counts_on(trials):
     """The fault that a skipped step changes an integer of an optimizer."""
     for trial in trials:
-        given = trial.given
-        made = trial.made
+        before = trial.before
+        after = trial.after
         # Of several states, one may be skipped and another one applied.
-        how_many_states = max(len(given.states), len(made.states))
-        are_alike = len(given.counts) == len(made.counts)
-        are_kept = all(map(equal, given.counts, made.counts))
+        how_many_states = max(len(before.states), len(after.states))
+        are_alike = len(before.counts) == len(after.counts)
+        are_kept = all(map(equal, before.counts, after.counts))
         is_told = trial.was_skipped and how_many_states <= 1
         if is_told and are_alike and not are_kept:
             return _COUNTS_ON

@@ -280,7 +280,7 @@ def _not_finite(falling, carry):
     """The outputs that come back, and are not finite although their arguments are."""
 
     def becomes_infinite(trial, path, place):
-        was_finite = is_finite(trial.given.numbers[place])
+        was_finite = is_finite(trial.before.numbers[place])
         return was_finite and not is_finite(trial.outputs[path])
 
     return [
@@ -314,8 +314,8 @@ def _at_growth(experiment, falling, all_series):
 
     None is found if that step is skipped.
     """
-    given = np.max(experiment.loss_scale.loss_scale)
-    exponent = np.log2(given)
+    scale = np.max(experiment.loss_scale.loss_scale)
+    exponent = np.log2(scale)
     steady = min(falling, key=lambda trial: abs(trial.exponent - exponent))
     about_to_grow = _about_to_grow(jax.device_put(steady.loss_scale))
     growing = experiment.trial(about_to_grow)

@@ -118,12 +118,12 @@ class Series(NamedTuple):
 
 def powers(all_series: Mapping[Path, Series]) -> dict[Path, float]:
     """The power of the loss scale that each output follows, if it follows one."""
-    found = {}
+    followed = {}
     for path, series in all_series.items():
         power = series.power()
         if power is not None:
-            found[path] = power
-    return found
+            followed[path] = power
+    return followed
 
 
 def unexplained_changes(
@@ -140,7 +140,7 @@ def unexplained_changes(
         for path, series in all_series.items()
     }
     how_many_emerge = sum(emerges.values())
-    found = {}
+    changes = {}
     for path, series in all_series.items():
         # Where numbers of another output emerge from underflow, an output that is
         # computed from many numbers may change for that reason.
@@ -149,8 +149,8 @@ def unexplained_changes(
         falls = np.flatnonzero(is_unexplained)
         if falls.size:
             first = falls[0]
-            found[path] = series.exponents[first], series.exponents[first + 1]
-    return found
+            changes[path] = series.exponents[first], series.exponents[first + 1]
+    return changes
 
 
 def _is_linear(values, x):

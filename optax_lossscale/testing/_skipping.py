@@ -36,8 +36,8 @@ def _is_made_anew(trial, other):
     others_due, _ = other.adapted
     if same(due, others_due) or not (trial.was_skipped and other.was_skipped):
         return False
-    adapting = filter(jax.tree.leaves, trial.made.loss_scales)  # no fixed ones
-    others = filter(jax.tree.leaves, other.made.loss_scales)
+    adapting = filter(jax.tree.leaves, trial.after.loss_scales)  # no fixed ones
+    others = filter(jax.tree.leaves, other.after.loss_scales)
     are_same = list(map(same, adapting, others))
     return bool(are_same) and all(are_same)
 
@@ -47,7 +47,7 @@ def _is_as_given(trial):
     if_skipped, if_applied = trial.adapted
     due = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
     may_stay = any(same(x, trial.loss_scale) for x in due)
-    stay = [same(x, trial.loss_scale) for x in trial.made.loss_scales]
+    stay = [same(x, trial.loss_scale) for x in trial.after.loss_scales]
     return bool(stay) and all(stay) and not may_stay
 
 
@@ -67,11 +67,11 @@ def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
 def changed(trial: Trial, carry: Carry) -> list[Path]:
     """The outputs in `carry` that differ from their arguments."""
     outputs = trial.outputs
-    given = trial.given.numbers
+    before = trial.before.numbers
     return [
         path
         for path, place in carry.items()
-        if path in outputs and not equal(outputs[path], given[place])
+        if path in outputs and not equal(outputs[path], before[place])
     ]
 
 

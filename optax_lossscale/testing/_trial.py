@@ -23,19 +23,19 @@ class Trial:
     Attributes:
       loss_scale: the loss scale that the step was given.
       fixed_overflow: whether all fixed loss scales were infinite.
-      given: what its arguments held.
-      made: what it returned or changed in place.
+      before: what its arguments held.
+      after: what it returned or changed in place.
     """
 
     loss_scale: LossScale
     fixed_overflow: bool
-    given: Contents
-    made: Contents
+    before: Contents
+    after: Contents
 
     @property
     def outputs(self) -> Numbers:
         """The arrays that the step returned or changed in place, flat, by path."""
-        return self.made.numbers
+        return self.after.numbers
 
     @property
     def exponent(self) -> float:
@@ -64,8 +64,8 @@ class Trial:
         a flag.
         """
         if_skipped, if_applied = self.adapted
-        loss_scales = self.made.loss_scales
-        states = self.made.states
+        loss_scales = self.after.loss_scales
+        states = self.after.states
         by_scales = [
             same(x, if_applied) or not same(x, if_skipped) for x in loss_scales
         ]
@@ -82,7 +82,7 @@ class Trial:
     @property
     def more_skipped(self) -> int:
         """How many steps were skipped, by the states with the highest counts."""
-        return _skipped_steps(self.made) - _skipped_steps(self.given)
+        return _skipped_steps(self.after) - _skipped_steps(self.before)
 
     @property
     def was_applied(self) -> bool:
