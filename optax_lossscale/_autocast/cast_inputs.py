@@ -67,11 +67,11 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     return of_cast
 
 
-def _cast(of: Any, to: Any, tree: Any) -> Any:
-    """A copy of a tree, whose arrays of dtype `of` are cast to the dtype `to`."""
+def _cast(old: Any, new: Any, tree: Any) -> Any:
+    """A copy of a tree, whose arrays of dtype `old` are cast to the dtype `new`."""
 
     def cast(x):
-        return astype(x, to) if dtype_in(x) == of else x
+        return astype(x, new) if dtype_in(x) == old else x
 
     return map_leaves(cast, tree)
 
