@@ -41,10 +41,11 @@ Skip = SkipRule | Literal["nonfinite"]
 # A bool, shape (); or Python's True where nothing was checked
 Flag: TypeAlias = jax.Array | Literal[True]
 
-# The `update` methods that find every number that is not finite. After any other, such
-# as that of a fixed scale, the gradients are checked here. The methods are listed, not
-# their classes, as a class of the user's may inherit from these and override `update`.
-_CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
+# The `update` methods of their own by which loss scales check the gradients. After any
+# other, such as that of a fixed scale, they are checked here. The methods are listed,
+# not their classes, as a class of the user's may inherit from these and override
+# `update`.
+_CHECKING = {HeadroomLossScale.update, LogMaxLossScale.update}
 
 
 def decide_step(
@@ -62,17 +63,18 @@ def decide_step(
     that is not applied should not bring the scale closer to growth.
     """
     # No gradient flows through the decision.
-    grads, value = lax.stop_gradient((unscaled.grads, unscaled.value))
+    grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
     norm, grads_finite = _measured(grads, state, skip, axis_name)
     adapted, scale_agrees = _adapted(state.loss_scale, grads, grads_finite, axis_name)
-    loss_finite = _loss_is_finite(value, skip, axis_name)
-    flags = (grads_finite, scale_agrees, loss_finite)
-    if all(flag is True for flag in flags):
+    loss_finite: Flag = True
+    if value is not None and skip is not None:
+        loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
+    may_apply = grads_finite & scale_agrees & loss_finite
+    if may_apply is True:
         # Nothing was checked. The counts stay as they were, so that the step compiles
         # to that of the inner optimizer alone.
         return True, state._replace(loss_scale=adapted)
 
-    may_apply = jnp.asarray(grads_finite & scale_agrees & loss_finite)
     should_apply = may_apply
     scale_adapts = loss_finite
     rule = state.skip_rule
@@ -91,16 +93,18 @@ def _measured(
 ) -> tuple[Any, Flag]:
     """The norm of the gradients, and whether they are finite, on all replicas.
 
-    The norm is None without a skip rule, which alone needs it. The gradients are not
-    checked here if the loss scale checks them itself, or with `skip=None`.
+    The norm is None without a skip rule, which alone needs it. Where neither the loss
+    scale nor `skip` needs to know whether they are finite, they are not checked.
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
         norm = across(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
-    if skip is None or type(state.loss_scale).update in _CHECKING:
-        return None, True
-    return None, on_all_replicas(all_finite(grads), axis_name)
+    checks_itself = type(state.loss_scale).update in _CHECKING
+    must_be_finite = skip is not None and not checks_itself
+    if must_be_finite or _adapts_to_flag(state.loss_scale):
+        return None, on_all_replicas(all_finite(grads), axis_name)
+    return None, True
 
 
 def _adapted(
@@ -110,24 +114,18 @@ def _adapted(
 
     `grads_finite` is that of `_measured`.
     """
-    has_own_update = type(loss_scale).update is not LossScale.update
-    if grads_finite is True or has_own_update:
-        new, agrees = loss_scale.update(grads, axis_name)
-    else:
-        # The inherited `update` would check the gradients again.
+    if _adapts_to_flag(loss_scale):
         new = loss_scale.adjust(grads_finite)
-        agrees = True
-    check_successor(new, loss_scale, "update" if has_own_update else "adjust")
+        check_successor(new, loss_scale, "adjust")
+        return new, True
+    new, agrees = loss_scale.update(grads, axis_name)
+    check_successor(new, loss_scale, "update")
     return new, agrees if agrees is True else jnp.asarray(agrees, bool)
 
 
-def _loss_is_finite(
-    value: jax.Array | None, skip: Skip | None, axis_name: AxisName | None
-) -> Flag:
-    """Whether the loss is finite on all replicas, if the step looks at a loss."""
-    if value is None or skip is None:
-        return True
-    return on_all_replicas(jnp.isfinite(value), axis_name)
+def _adapts_to_flag(loss_scale: LossScale) -> bool:
+    """Whether a loss scale has the inherited `update`, which only checks and adjusts."""
+    return type(loss_scale).update is LossScale.update
 
 
 def _ruled(

@@ -1,8 +1,8 @@
 """The inputs of a step: gradients, parameters and loss, checked and completed.
 
 `prepare` checks that they fit each other, and returns them as a `Prepared`, still
-scaled. There, zeros stand for missing gradients, and those that a `mask` excludes are
-set aside, as they are neither unscaled nor checked.
+scaled. There, zeros stand for missing gradients. Those that a `mask` excludes are
+neither unscaled nor checked.
 """
 
 import dataclasses
@@ -15,11 +15,16 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexact_leaf
+from optax_lossscale._arrays.precision import (
+    at_least_float32,
+    dtype_of,
+    is_array_leaf,
+    is_inexact_leaf,
+)
 from optax_lossscale._arrays.validation import is_real, is_traced, shown
 from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.mask import Mask, SetAside, set_aside
+from optax_lossscale._step.mask import Mask, kept_leaves
 from optax_lossscale._step.missing_gradients import (
     MissingGradients,
     completed,
@@ -32,32 +37,50 @@ from optax_lossscale._step.missing_gradients import (
 class Prepared:
     """The inputs of a step, checked and completed."""
 
-    # Scaled or unscaled, with zeros for missing ones; with a mask, the list of those
-    # that it keeps
-    grads: Any
+    grads: Any  # scaled or unscaled, with zeros for missing ones
     params: Any  # None if the step was given none
     value: jax.Array | None  # the true loss, shape ()
-    set_aside: SetAside | None  # the gradients that the mask excludes, if there is one
+    # For each gradient whether the mask keeps it; None without a mask
+    kept: tuple[bool, ...] | None = dataclasses.field(metadata={"static": True})
     missing: MissingGradients = dataclasses.field(metadata={"static": True})
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """A copy with unscaled gradients, in float32 or wider."""
         # A compiled step unscales in several branches; this traces it only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return dataclasses.replace(self, grads=unscale(loss_scale, self.grads))
+        return self._with_kept(unscale(loss_scale, self.grads))
 
     def zeroed(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in the loss and `grads`."""
         # Numbers are replaced one by one, without waiting for the result of the check.
         # So the norm of a clip inside is computed in the same pass as the check.
         grads, value = jax.tree.map(_zero_unless_finite, (self.grads, self.value))
-        return dataclasses.replace(self, grads=grads, value=value)
+        return dataclasses.replace(self._with_kept(grads), value=value)
 
-    def all_grads(self) -> Any:
-        """All gradients in one tree, also those that the mask excludes."""
-        if self.set_aside is None:
+    def checked_grads(self) -> Any:
+        """The gradients that are checked; with a mask, a list with None for the others.
+
+        It is a list, as a node of the user's own may refuse None.
+        """
+        if self.kept is None:
             return self.grads
-        return self.set_aside.with_others(self.grads)
+        leaves = jax.tree.leaves(self.grads)
+        pairs = zip(leaves, self.kept, strict=True)
+        return [leaf if is_kept else None for leaf, is_kept in pairs]
+
+    def _with_kept(self, grads: Any) -> Self:
+        """A copy with these gradients, except for those that the mask excludes.
+
+        The excluded ones are as they were, in float32 or wider.
+        """
+        if self.kept is not None:
+            is_kept = jax.tree.unflatten(jax.tree.structure(grads), self.kept)
+
+            def chosen(is_kept, new, old):
+                return new if is_kept else at_least_float32(old)
+
+            grads = jax.tree.map(chosen, is_kept, grads, self.grads)
+        return dataclasses.replace(self, grads=grads)
 
 
 def prepare(
@@ -76,10 +99,8 @@ def prepare(
     if params is not None:
         _check_fit(grads, differentiated_params(params))
     loss = None if value is None else _true_loss(value)
-    excluded = None
-    if mask is not None:
-        grads, excluded = set_aside(grads, mask)
-    return Prepared(grads, params, loss, excluded, missing)
+    kept = None if mask is None else kept_leaves(mask, grads)
+    return Prepared(grads, params, loss, kept, missing)
 
 
 def check_arrays(name: str, tree: Any) -> None:

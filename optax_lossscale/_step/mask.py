@@ -1,19 +1,16 @@
 """The argument `mask`: gradients that are neither unscaled nor checked.
 
 They carry the new values of their parameters, as those of Flax's float8 scales do, and
-were not multiplied by the loss scale. `set_aside` takes them out before the others are
-unscaled and checked, and `SetAside.with_others` puts them back for the inner optimizer,
-which sees all gradients.
+were not multiplied by the loss scale. The inner optimizer sees them as they are, beside
+the others.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.validation import refuse
 
 # A bool; a tree of bools; or a function from the gradients to either. The types name
@@ -28,43 +25,18 @@ Mask: TypeAlias = (
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SetAside:
-    """The gradients that a mask excludes."""
-
-    leaves: list[Any]  # in float32 or wider, with None in the place of each other one
-    structure: Any = dataclasses.field(metadata={"static": True})  # of all gradients
-
-    def with_others(self, others: list[Any]) -> Any:
-        """The tree of all gradients, from these and the others."""
-        pairs = zip(self.leaves, others, strict=True)
-        leaves = [other if leaf is None else leaf for leaf, other in pairs]
-        return self.structure.unflatten(leaves)
-
-
-def set_aside(grads: Any, mask: Mask) -> tuple[list[Any], SetAside]:
-    """The gradients that a mask keeps, and those that it excludes.
-
-    The kept ones are a list, with None in the place of each excluded one. They are not
-    a tree, as a node of the user's own may refuse None.
-    """
+def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:
+    """Whether the mask keeps each gradient, in the order of the leaves."""
     if callable(mask):
         mask = mask(grads)
         check_mask(mask)
     try:
-        flags = jax.tree.leaves(jax.tree.broadcast(mask, grads))
+        flags = jax.tree.broadcast(mask, grads)
     except ValueError as error:
         raise ValueError(
             f"mask must be a prefix of the gradients' tree: {error}"
         ) from error
-    leaves, structure = jax.tree.flatten(grads)
-    kept = []
-    excluded = []
-    for leaf, is_kept in zip(leaves, flags, strict=True):
-        kept.append(leaf if is_kept else None)
-        excluded.append(None if is_kept else at_least_float32(leaf))
-    return kept, SetAside(excluded, structure)
+    return tuple(jax.tree.leaves(flags))
 
 
 def check_mask(mask: Mask | None) -> None:

@@ -53,7 +53,7 @@ class InnerUpdate:
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(as_inner_sees, params)
         result, new_state = inner.update(
-            unscaled.all_grads(),
+            unscaled.grads,
             inner_state,
             wide_params,
             **self._extra_args(inner, unscaled.value),
