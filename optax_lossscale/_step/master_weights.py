@@ -12,7 +12,6 @@ that have; in a step, the rests in the state show which they are.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -157,6 +156,10 @@ def with_master_weights(
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
+        # `with_loss_scale` passes all parameters in float32, after it has compared the
+        # rests with the parameters' own dtypes.
+        if any(map(is_narrow_leaf, jax.tree.leaves(params))):
+            check_rests(state, lambda: jax.eval_shape(init, params))
         grads, missing = completed(updates, params)
         weights = state.weights(params)
         check_inner_dtypes(
@@ -210,20 +213,16 @@ def check_nothing_follows(state: Any) -> None:
         return
     parts = _parts(state)
     if _is_chain(state) and find_nodes(_is_state, parts[:-1]):
-        raise _not_outermost(
-            "is followed by other transformations in optax.chain, which change"
-        )
-    if name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
-        raise _not_outermost(
+        fault = "is followed by other transformations in optax.chain, which change"
+    elif name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
+        fault = (
             f"is inside the transformation with a {type(state).__name__}, which changes"
         )
-    for part in parts:
-        check_nothing_follows(part)
-
-
-def _not_outermost(fault: str) -> ValueError:
-    """The error for `with_master_weights` that is not around the whole optimizer."""
-    return ValueError(
+    else:
+        for part in parts:
+            check_nothing_follows(part)
+        return
+    raise ValueError(
         f"with_master_weights {fault} where its updates take the parameters: give it "
         "the whole optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
     )
@@ -245,19 +244,32 @@ def _parts(state: Any) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
-def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
-    """Raises unless the master weights in a state are like those that `init` makes.
+def check_rests(state: Any, expected: Callable[[], Any]) -> None:
+    """Raises unless the rests in a state are like those that `init` makes.
 
     `expected` returns the state that `init` makes for the parameters, abstract.
     """
-    states = find_nodes(_is_state, state)
-    if not states:
+    own_states = find_nodes(_is_state, state)
+    if not own_states:
         return
-    # If one has more such states, the structures differ, and the inner update raises.
-    for current, initial in zip(
-        states, find_nodes(_is_state, expected()), strict=False
-    ):
-        _check_rests(current.master_weights, initial.master_weights)
+    kept = _described(own_states)
+    needed = _described(find_nodes(_is_state, expected()))
+    if kept != needed:
+        raise ValueError(
+            "the state of with_master_weights was made for other parameters: it keeps "
+            f"{shown(kept)}, but these need {shown(needed)}. Make a new state: "
+            "tx.init(params)"
+        )
+
+
+def _described(states: list[MasterWeightsState]) -> list[str]:
+    """The dtype, shape and path of each rest, as text."""
+    rests = [state.master_weights for state in states]
+    leaves = jax.tree.leaves_with_path(rests)
+    return [
+        f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path[1:])}"
+        for path, x in leaves
+    ]
 
 
 def _check_arguments(state: Any, params: Any) -> None:
@@ -276,33 +288,6 @@ def _check_arguments(state: Any, params: Any) -> None:
             "with_master_weights needs the parameters: call update(updates, state, "
             "params)"
         )
-    has_narrow = any(map(is_narrow_leaf, jax.tree.leaves(params)))
-    has_rests = bool(jax.tree.leaves(state.master_weights))
-    # `with_loss_scale` passes all parameters in float32, after it has compared the rests
-    # with the parameters' own dtypes. So rests beside float32 alone are no fault.
-    if has_narrow or not has_rests:
-        rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
-        _check_rests(state.master_weights, rests)
-
-
-def _check_rests(rests: Any, expected: Any) -> None:
-    """Raises unless two trees of rests have the same dtypes, shapes and paths."""
-    kept = _described(rests)
-    needed = _described(expected)
-    if kept != needed:
-        raise ValueError(
-            "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(kept)}, but these need {shown(needed)}. Make a new state: "
-            "tx.init(params)"
-        )
-
-
-def _described(rests: Any) -> list[str]:
-    """The dtype, shape and path of each rest, as text."""
-    leaves = jax.tree.leaves_with_path(rests)
-    return [
-        f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}" for path, x in leaves
-    ]
 
 
 class _UpdateAndRest(NamedTuple):

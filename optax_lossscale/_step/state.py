@@ -88,30 +88,19 @@ def check_state(state: Any) -> None:
         )
 
 
-def check_configuration(
-    state: LossScaleState, loss_scale: LossScale, rule: SkipRule | None
-) -> None:
-    """Raises if the state's loss scale or skip rule is configured differently.
+def check_configuration(name: str, in_state: Any, configured: Any) -> None:
+    """Raises if a field of the state is not configured as the transformation is.
 
-    `loss_scale` and `rule` are the transformation's own. Configuration is part of a
-    tree's structure, so comparing structures is enough.
+    Configuration is part of a tree's structure, so comparing structures is enough.
     """
-    for name, in_state, configured, remedy in (
-        ("loss scale", state.loss_scale, loss_scale, _WITH_OTHER_SCALE),
-        ("skip rule", state.skip_rule, rule, _WITH_OTHER_RULE),
-    ):
-        if jax.tree.structure(in_state) != jax.tree.structure(configured):
-            raise ValueError(
-                f"the state's {name} has another configuration than this "
-                f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
-                f"transformation: {_shown_config(configured)}\nRestore a checkpoint "
-                "into what tx.init(params) returns. To go on with this configuration, "
-                f"keep the rest of the state: {remedy}"
-            )
-
-
-_WITH_OTHER_SCALE = "state._replace(loss_scale=tx.init(params).loss_scale)"
-_WITH_OTHER_RULE = "state._replace(skip_rule=tx.init(params).skip_rule)"
+    if jax.tree.structure(in_state) != jax.tree.structure(configured):
+        raise ValueError(
+            f"the state's {name.replace('_', ' ')} has another configuration than this "
+            f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
+            f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
+            "what tx.init(params) returns. To go on with this configuration, keep the "
+            f"rest of the state: state._replace({name}=tx.init(params).{name})"
+        )
 
 
 def _shown_config(x: Any) -> Any:

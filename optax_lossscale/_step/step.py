@@ -119,10 +119,11 @@ class ScaledStep:
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises unless a state is one of this transformation, for these parameters."""
         check_state(state)
-        check_configuration(state, self.loss_scale, self.rule)
+        check_configuration("loss_scale", state.loss_scale, self.loss_scale)
+        check_configuration("skip_rule", state.skip_rule, self.rule)
         if params is not None:
             expected_state = partial(self._expected_state, params)
-            master_weights.check_master_weights(state.inner_state, expected_state)
+            master_weights.check_rests(state.inner_state, expected_state)
             check_inner_dtypes(state.inner_state, expected_state)
 
     def _expected_state(self, params: Any) -> Any:
