@@ -71,8 +71,13 @@ def get(identifier: LossScaleLike) -> LossScale:
             return DynamicLossScale()
         case str() if identifier == "headroom":
             return HeadroomLossScale()
-        case {"preset": name, **arguments}:
-            return _preset(name, arguments)
+        case {"preset": str(name), **arguments} if name in presets.__all__:
+            return validation.construct(getattr(presets, name), arguments)
+        case {"preset": name}:
+            known = ", ".join(presets.__all__)
+            raise ValueError(
+                f"no preset is named {validation.shown(name)}; there are {known}"
+            )
         case dict():
             return LossScale.from_config(identifier)
     if validation.python_number(identifier) is not None:
@@ -83,16 +88,6 @@ def get(identifier: LossScaleLike) -> LossScale:
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
         f"{validation.shown(identifier)}. A dtype goes to autocast(loss_fn, dtype)"
     )
-
-
-def _preset(name: Any, arguments: dict[Any, Any]) -> LossScale:
-    """The loss scale that the preset of this name returns for these arguments."""
-    known = presets.__all__
-    if name not in known:
-        raise ValueError(
-            f"no preset is named {validation.shown(name)}; there are {', '.join(known)}"
-        )
-    return validation.construct(getattr(presets, name), arguments)
 
 
 def get_loss_scale(state: Any) -> LossScale:

@@ -58,8 +58,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
             f"Keep the parameters in float32 or in {dtype}, or pass "
             f"grad_dtype={own_dtype}"
         )
-    is_wider = own_dtype.itemsize > dtype.itemsize
-    return jnp.asarray(x, dtype) if is_wider else x
+    return jnp.asarray(x, dtype) if own_dtype.itemsize > dtype.itemsize else x
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:

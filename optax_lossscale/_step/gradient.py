@@ -207,20 +207,18 @@ def _checked_and_cast(
 ) -> Sequence[Any]:
     """The arguments, with the differentiated ones checked, and cast to `grad_dtype`."""
     positions = validation.argnums_tuple(argnums)
-    places = [n % len(args) for n in positions]  # -1 is the last argument
-    if len(set(places)) < len(places):
+    if len({n % len(args) for n in positions}) < len(positions):
         raise ValueError(f"argnums must name each argument once, got {argnums}")
-    operands = tuple(args[n] for n in places)
+    operands = [args[n] for n in positions]
     is_one = not isinstance(argnums, Sequence)
-    differentiated = operands[0] if is_one else operands
+    differentiated = operands[0] if is_one else tuple(operands)
     _check_no_modules(differentiated)
     check_arrays("what is differentiated", differentiated)
     if grad_dtype is None:
         return args
     cast = cast_to_grad_dtype(grad_dtype, differentiated)
-    cast_operands = [cast] if is_one else cast
     new_args = list(args)
-    for n, operand in zip(places, cast_operands, strict=True):
+    for n, operand in zip(positions, [cast] if is_one else cast, strict=True):
         new_args[n] = operand
     return new_args
 

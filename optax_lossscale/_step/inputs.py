@@ -21,7 +21,7 @@ from optax_lossscale._arrays.precision import (
     is_array_leaf,
     is_inexact_leaf,
 )
-from optax_lossscale._arrays.validation import is_real, is_traced, shown
+from optax_lossscale._arrays.validation import is_real, shown
 from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.mask import Mask, kept_leaves
@@ -46,9 +46,7 @@ class Prepared:
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """A copy with unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several branches; this traces it only once.
-        unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return self._with_kept(unscale(loss_scale, self.grads))
+        return self._with_kept(_unscaled(loss_scale, self.grads))
 
     def zeroed(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in the loss and `grads`."""
@@ -98,9 +96,12 @@ def prepare(
     grads, missing = completed(grads, params)
     if params is not None:
         _check_fit(grads, differentiated_params(params))
-    loss = None if value is None else _true_loss(value)
+    if value is not None:
+        value = without_variables(value)  # of an `nnx` module
+        check_scalar("value, the true loss,", value)
+        value = jnp.asarray(value)
     kept = None if mask is None else kept_leaves(mask, grads)
-    return Prepared(grads, params, loss, kept, missing)
+    return Prepared(grads, params, value, kept, missing)
 
 
 def check_arrays(name: str, tree: Any) -> None:
@@ -133,12 +134,10 @@ def check_scalar(name: str, x: Any) -> None:
         )
 
 
-def _unscale(loss_scale: LossScale, grads: Any) -> Any:
+@jax.jit  # A step unscales in several branches; this traces it only once.
+def _unscaled(loss_scale: LossScale, grads: Any) -> Any:
     """The gradients divided by the loss scale, in float32 or wider."""
     return loss_scale.unscale(grads)
-
-
-_unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:
@@ -168,10 +167,3 @@ def _check_fit(grads: Any, params: Any) -> None:
                 f"dtype, as another is not unscaled; got {dtype_of(grad)} at "
                 f"{path_name(path)}"
             )
-
-
-def _true_loss(value: ArrayLike) -> jax.Array:
-    """The true loss as an array of shape (), also if an `nnx` variable holds it."""
-    loss = without_variables(value)
-    check_scalar("value, the true loss,", loss)
-    return jnp.asarray(loss)

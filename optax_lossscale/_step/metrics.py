@@ -1,6 +1,5 @@
 """What to log about loss scaling: the scalars of the state, by name."""
 
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -76,24 +75,13 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
             scalars[name] = getattr(wrapper, name)
     for part, tree in (("loss_scale", loss_scale), ("skip_rule", rule)):
-        scalars |= _others(part, tree, scalars)
+        for path, x in jax.tree.leaves_with_path(tree):
+            name = path_name(path)
+            is_the_scale = part == name == "loss_scale"  # which is there already
+            if name.startswith("_") or is_the_scale:
+                continue
+            scalars[f"{part}/{name}" if name in scalars else name] = x
     return scalars
-
-
-def _others(part: str, tree: Any, scalars: Collection[str]) -> dict[str, jax.Array]:
-    """The public state of the loss scale or of the skip rule, by name.
-
-    The scale itself is left out, as it is among the scalars. A name that is taken there
-    gets `part` as a prefix.
-    """
-    others = {}
-    for path, x in jax.tree.leaves_with_path(tree):
-        name = path_name(path)
-        is_the_scale = part == "loss_scale" and name == "loss_scale"
-        if name.startswith("_") or is_the_scale:
-            continue
-        others[f"{part}/{name}" if name in scalars else name] = x
-    return others
 
 
 @jax.jit  # Without it, every call would send its constants to the device.

@@ -57,7 +57,13 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    _check_is_copy(old, new)
+    # `nnx.state` hands out a module's own variables, which change in place.
+    if set(variable_ids(old)) & set(variable_ids(new)):
+        raise ValueError(
+            "old holds the same variables as new, which the step has changed in "
+            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
+            "nnx.BatchStat))"
+        )
 
     def chosen(old, new):
         if is_array_leaf(old) != is_array_leaf(new):
@@ -77,30 +83,12 @@ def where_applied(state: Any, new: T, old: T) -> T:
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
 
 
-def _check_is_copy(old: Any, new: Any) -> None:
-    """Raises a `ValueError` if two trees hold the same `nnx` variables.
-
-    `nnx.state` hands out a module's own variables, which change in place.
-    """
-    if set(variable_ids(old)) & set(variable_ids(new)):
-        raise ValueError(
-            "old holds the same variables as new, which the step has changed in "
-            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
-            "nnx.BatchStat))"
-        )
-
-
 def _check_holds(old: jax.Array, new: jax.Array) -> None:
     """Raises a `TypeError` if the dtype of `old` holds no numbers such as those of `new`.
 
     Floats hold integers, and complex numbers hold both, even if they round them. But
     integers hold neither floats nor wider integers.
     """
-    if is_inexact_leaf(new) and not is_inexact_leaf(old):
-        raise TypeError(
-            "new has a float where old has an integer, which would round it: let "
-            "old begin with a float, such as 0.0"
-        )
     if is_inexact_leaf(old):
         is_held = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
     else:

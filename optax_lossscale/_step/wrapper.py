@@ -184,7 +184,7 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
     """Raises a `TypeError` unless the arguments of `minimize` are in its order."""
     # The state in an `nnx.Optimizer` is one of variables.
     is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
-    if callable(loss_fn) and is_state and not isinstance(params, LossScaleState):
+    if callable(loss_fn) and is_state:
         return
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
