@@ -159,12 +159,10 @@ def with_master_weights(
         # `with_loss_scale` passes all parameters in float32, after it has compared the
         # rests with the parameters' own dtypes.
         if any(map(is_narrow_leaf, jax.tree.leaves(params))):
-            check_rests(state, lambda: jax.eval_shape(init, params))
+            check_rests(state, init, params)
         grads, missing = completed(updates, params)
         weights = state.weights(params)
-        check_inner_dtypes(
-            state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
-        )
+        check_inner_dtypes(state.inner_state, inner_tx.init, weights)
         inner_updates, inner_state = inner_tx.update(
             jax.tree.map(at_least_float32, grads),
             state.inner_state,
@@ -244,16 +242,14 @@ def _parts(state: Any) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
-def check_rests(state: Any, expected: Callable[[], Any]) -> None:
-    """Raises unless the rests in a state are like those that `init` makes.
-
-    `expected` returns the state that `init` makes for the parameters, abstract.
-    """
+def check_rests(state: Any, init: Callable[[Any], Any], params: Any) -> None:
+    """Raises unless the rests in a state are like those that `init` makes."""
     own_states = find_nodes(_is_state, state)
     if not own_states:
         return
     kept = _described(own_states)
-    needed = _described(find_nodes(_is_state, expected()))
+    initial_state = jax.eval_shape(init, params)
+    needed = _described(find_nodes(_is_state, initial_state))
     if kept != needed:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "

@@ -108,16 +108,18 @@ def _shown_config(x: Any) -> Any:
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
-def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
+def check_inner_dtypes(
+    inner_state: Any, init: Callable[[Any], Any], params: Any
+) -> None:
     """Raises if the inner state holds narrower floats than `init` makes.
 
-    That happens if the state of a 16-bit optimizer is restored. `expected` returns the
-    state that `init` makes, abstract, and is called only if some floats are narrow.
+    That happens if the state of a 16-bit optimizer is restored. `init` is called, on
+    abstract parameters, only if some floats are narrow.
     """
     if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return
 
-    initial_state = expected()
+    initial_state = jax.eval_shape(init, params)
     if jax.tree.structure(initial_state) != jax.tree.structure(inner_state):
         return  # it is another optimizer's, which the inner update refuses
     leaves = jax.tree.leaves_with_path(inner_state)

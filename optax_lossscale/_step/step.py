@@ -11,7 +11,6 @@ state as they were.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -56,24 +55,28 @@ class ScaledStep:
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step, made for parameters in float32 or wider."""
         inputs.check_arrays("params", params)
+        return LossScaleState(
+            # Copies, as a state may be donated, and `init` may be called again.
+            loss_scale=jax.tree.map(jnp.array, self.loss_scale),
+            inner_state=_unaliased(self._init_inner(params), params),
+            should_apply=jnp.array(True),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+            skip_rule=jax.tree.map(jnp.array, self.rule),
+        )
+
+    def _init_inner(self, params: Any) -> Any:
+        """The inner optimizer's state before the first step."""
         inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
         master_weights.check_nothing_follows(inner_state)
-        inner_state = master_weights.with_rests(inner_state, self.inner.init, params)
         if wrapper_states(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
                 "its gradients divided by the loss scale twice: wrap the whole "
                 "optimizer, once"
             )
-        return LossScaleState(
-            # Copies, as a state may be donated, and `init` may be called again.
-            loss_scale=jax.tree.map(jnp.array, self.loss_scale),
-            inner_state=_unaliased(jax.tree.map(strong, inner_state), params),
-            should_apply=jnp.array(True),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skipped_steps=jnp.zeros((), jnp.int32),
-            skip_rule=jax.tree.map(jnp.array, self.rule),
-        )
+        with_rests = master_weights.with_rests(inner_state, self.inner.init, params)
+        return jax.tree.map(strong, with_rests)
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
         """The transformation's `update`; returns `(updates, state)`."""
@@ -122,13 +125,8 @@ class ScaledStep:
         check_configuration("loss_scale", state.loss_scale, self.loss_scale)
         check_configuration("skip_rule", state.skip_rule, self.rule)
         if params is not None:
-            expected_state = partial(self._expected_state, params)
-            master_weights.check_rests(state.inner_state, expected_state)
-            check_inner_dtypes(state.inner_state, expected_state)
-
-    def _expected_state(self, params: Any) -> Any:
-        """The inner state for these parameters, with `jax.ShapeDtypeStruct` leaves."""
-        return jax.eval_shape(self.init, params).inner_state
+            master_weights.check_rests(state.inner_state, self._init_inner, params)
+            check_inner_dtypes(state.inner_state, self._init_inner, params)
 
 
 def _unaliased(state: Any, params: Any) -> Any:
