@@ -10,9 +10,24 @@ import numpy as np
 
 from optax_lossscale._arrays.validation import check_concrete, positive_int
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._skips.rule import APPLIED_PER_SKIP
+from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import LossScaleState, wrapper_state
+
+_NOT_FINITE = "gradients or losses were not finite"
+_DIAGNOSE = (
+    "A skipped step has left everything as it was: "
+    "run print(ols.diagnose(loss_fn, params, batch))"
+)
+_LOWER_FLOOR = (
+    "If gradients are large but not broken, allow a smaller scale (min_scale)"
+)
+_RESTART_RULE = (
+    "If large norms are the new level, restart the rule, "
+    "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
+    "finds such a level by itself after max_skips steps, if max_consecutive_skips is "
+    "at least as many"
+)
 
 
 class LossScaleError(RuntimeError):
@@ -30,7 +45,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is
         looked at.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many, in a row or not, and beyond them 1 step for every 20 applied.
+        skip as many over the whole run, and 1 more for every 20 steps applied.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
@@ -95,31 +110,32 @@ def _skipped_by_rule(state: LossScaleState, most: int) -> _Fault | None:
     rule = state.skip_rule
     if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
         return None
-    reason = (
+    return _Fault(
         f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
-        f"{rule.skipped_by_rule} steps in all. At the last step, "
+        f"{rule.skipped_by_rule} steps in all. {_last_step(rule)}",
+        f"{_DIAGNOSE}. {_RESTART_RULE}",
     )
-    if np.isfinite(rule.gradient_norm):
-        norm = f"gradients had a norm of {rule.gradient_norm:g}"
-        return _Fault(reason + norm, _RESTART_RULE)
-    return _Fault(reason + _symptom(state), f"{_DIAGNOSE}. {_RESTART_RULE}")
 
 
 def _skipped_in_a_row(state: LossScaleState, most: int) -> _Fault | None:
     """The fault, if too many steps were skipped in a row; else None."""
     if state.consecutive_skipped_steps <= most:
         return None
+    reason = f"{_NOT_FINITE}; the loss scale is {state.loss_scale():g}"
+    rule = state.skip_rule
+    if rule is None:
+        return _Fault(reason, _DIAGNOSE)
     return _Fault(
-        f"{_symptom(state)}; the loss scale is {state.loss_scale():g}", _DIAGNOSE
+        f"{reason}. Or {type(rule).__name__} skipped the steps. {_last_step(rule)}",
+        f"{_DIAGNOSE}. {_RESTART_RULE}",
     )
 
 
-def _symptom(state: LossScaleState) -> str:
-    """What is wrong with steps that are skipped whatever a rule decides."""
-    not_finite = "gradients or losses were not finite"
-    if state.skip_rule is None:
-        return not_finite
-    return f"gradients had a norm of 2**64 or more, or {not_finite}"
+def _last_step(rule: SkipRule) -> str:
+    """What is known of the last step, which was skipped by the rule or anyway."""
+    if np.isfinite(rule.gradient_norm):
+        return f"At the last step, gradients had a norm of {rule.gradient_norm:g}"
+    return f"At the last step, gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
 
 
 def _check_one_model(loss_scale: LossScale, wrapper: LossScaleState | None) -> None:
@@ -132,18 +148,3 @@ def _check_one_model(loss_scale: LossScale, wrapper: LossScaleState | None) -> N
             f"shape {shape}. Pass that of one member: jax.tree.map(lambda x: x[0], "
             "state)"
         )
-
-
-_DIAGNOSE = (
-    "A skipped step has left everything as it was: "
-    "run print(ols.diagnose(loss_fn, params, batch))"
-)
-_LOWER_FLOOR = (
-    "If gradients are large but not broken, allow a smaller scale (min_scale)"
-)
-_RESTART_RULE = (
-    "If large norms are the new level, restart the rule, "
-    "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
-    "finds such a level by itself after max_skips steps, if max_consecutive_skips is "
-    "at least as many"
-)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import T, is_array_leaf, is_inexact_leaf, strong
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import variable_ids, without_variables
@@ -65,36 +66,42 @@ def where_applied(state: Any, new: T, old: T) -> T:
             "nnx.BatchStat))"
         )
 
-    def chosen(old, new):
+    def chosen(path, old, new):
         if is_array_leaf(old) != is_array_leaf(new):
             raise ValueError(
                 "new and old must have arrays in the same places; got "
-                f"{shown(new)} for {shown(old)}"
+                f"{shown(new)} for {shown(old)} at {path_name(path)}"
             )
         if not is_array_leaf(old):
             return new
         old = strong(old)
         new = jnp.asarray(new)
-        _check_holds(old, new)
+        _check_holds(old, new, path_name(path))
         return lax.select(should_apply, strong(new, old.dtype), old)
 
-    arrays = jax.tree.map(chosen, without_variables(old), without_variables(new))
+    arrays = jax.tree.map_with_path(
+        chosen, without_variables(old), without_variables(new)
+    )
     # The structure of `old` puts the arrays into new variables where it has variables.
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
 
 
-def _check_holds(old: jax.Array, new: jax.Array) -> None:
-    """Raises a `TypeError` if the dtype of `old` holds no numbers such as those of `new`.
+def _check_holds(old: jax.Array, new: jax.Array, name: str) -> None:
+    """Raises a `TypeError` unless `old`'s shape and dtype hold numbers such as `new`'s.
 
     Floats hold integers, and complex numbers hold both, even if they round them. But
     integers hold neither floats nor wider integers.
     """
+    if new.shape != old.shape:
+        raise TypeError(
+            f"new has shape {new.shape} where old has shape {old.shape}, at {name}"
+        )
     if is_inexact_leaf(old):
         is_held = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
     else:
         is_held = jnp.result_type(old, new) == old.dtype
     if not is_held:
         raise TypeError(
-            f"new has {new.dtype} where old has {old.dtype}, which does not hold all "
-            f"of its numbers: let old begin with {new.dtype}"
+            f"new has {new.dtype} where old has {old.dtype}, at {name}, which does not "
+            f"hold all of its numbers: let old begin with {new.dtype}"
         )

@@ -71,9 +71,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """Takes one optimizer step, from scaled gradients to new parameters.
 
         It does the same as `update` and `optax.apply_updates`, but inside the branch
-        that applies or skips the step, so that on CPU the unscaled gradients and the
-        updates are never written to memory. An `optax.chain` around the wrapper does
-        not have this method: there, call `update` and `optax.apply_updates`.
+        that applies or skips the step: on CPU, a compiled step never writes the
+        unscaled gradients and the updates to memory. An `optax.chain` around the
+        wrapper does not have this method: there, call `update` and
+        `optax.apply_updates`.
 
         Args:
           scaled_grads: gradients of the scaled loss; a tree like `params`. Where a
@@ -91,13 +92,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState`, a gradient is not an array,
-            `value` is not a real number of shape (), or `update` was replaced.
+          TypeError: if `state` is not a `LossScaleState` as a step returned it, a
+            gradient is not an array, `value` is not a real number of shape (), or
+            `update` was replaced.
           ValueError: if the gradients do not have the structure and shapes of the
-            parameters, or have integers where these have floats.
-          ValueError: if the state has another configuration, is a stack of several, or
-            holds the inner state of an optimizer of 16-bit parameters.
-          ValueError: if `params` is None, or the mask does not fit the gradients.
+            parameters, or have integers where these have floats; if the state has
+            another configuration, is a stack of several, or holds the inner state of an
+            optimizer of 16-bit parameters; if `params` is None, or the mask does not
+            fit the gradients.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -166,6 +168,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           5.0 [0.8 1.6] 32768.0
         """
         _check_minimize_arguments(loss_fn, state, params)
+        extra_args = extra_args or {}
+        if "value" in extra_args:
+            raise TypeError(
+                "minimize got multiple values for keyword argument 'value': it passes "
+                "the loss itself, so leave value out of extra_args"
+            )
         check_keywords(
             loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args)
         )
@@ -175,7 +183,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         returned, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(returned, has_aux)
         stepped = self.apply_gradients(
-            scaled_grads, state, params, value=loss, **(extra_args or {})
+            scaled_grads, state, params, value=loss, **extra_args
         )
         return returned, *stepped
 
@@ -191,9 +199,10 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         "the order of the arguments is minimize(loss_fn, state, params, …), got "
         f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
         "loss that it returned; the state is the one that tx.init(params) or the last "
-        "step returned, without what holds it. An optimizer around this one takes the "
-        "step itself: an nnx.Optimizer by optimizer.update(model, scaled_grads, "
-        "value=loss), with the gradients of scale_gradient(loss, optimizer)"
+        "step returned, not the optimizer or train state around it. An optimizer around "
+        "this one takes the step itself: an nnx.Optimizer by optimizer.update(model, "
+        "scaled_grads, value=loss), with the gradients of scale_gradient(loss, "
+        "optimizer)"
     )
 
 

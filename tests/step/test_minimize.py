@@ -101,7 +101,7 @@ WRONG = {
         loss_fn,
         CHAINED,
         PARAMS,
-        r"got function and tuple, then dict\..*without what holds it",
+        r"got function and tuple, then dict\..*not the optimizer or train state around",
     ),
     "inner's": (loss_fn, STATE.inner_state, PARAMS, r"that tx\.init\(params\)"),
 }

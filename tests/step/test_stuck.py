@@ -96,6 +96,16 @@ def test_one_skip_of_a_rule_after_many_overflows_is_not_laid_to_the_rule():
         ols.raise_if_stuck(state, max_consecutive_skips=3)
 
 
+def test_overflows_and_spikes_in_a_row_are_both_named():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    state = after(tx, *[NAN] * 3, *[5 * PARAMS] * 3)
+    with pytest.raises(
+        ols.LossScaleError,
+        match=r"not finite.* Or ThresholdSkipRule .* norm of 7\.07.*restart the rule",
+    ):
+        ols.raise_if_stuck(state, max_consecutive_skips=5)
+
+
 def test_skips_in_a_row_by_a_rule_alone_are_laid_to_it():
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
     state = after(tx, *[5 * PARAMS] * 4)

@@ -102,6 +102,16 @@ def test_states_that_hold_no_wrappers_state_or_several_are_refused():
             ols.where_applied(state, 1.0, 2.0)
 
 
+def test_the_errors_about_a_leaf_say_where_it_is():
+    old = {"mean": jnp.zeros(2), "steps": 0}
+    for new, said in (
+        ({"mean": jnp.ones(3), "steps": 1}, r"shape \(3,\) .* \(2,\), at mean"),
+        ({"mean": jnp.ones(2), "steps": 0.5}, "float32 where old has int32, at steps"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            ols.where_applied(APPLIED, new, old)
+
+
 def test_other_trees_and_shapes_are_refused():
     keys = jax.random.key(0)
     others = [
