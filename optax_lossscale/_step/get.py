@@ -22,9 +22,16 @@ from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._step.nesting import check_nesting
+from optax_lossscale._step.state import loss_scales_in
 
 LossScaleLike = (
     LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
+)
+
+_SEVERAL = (
+    "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
+    "once. To test a step that takes several states, make it a function of one of them."
 )
 
 
@@ -105,7 +112,8 @@ def get_loss_scale(state: Any) -> LossScale:
       ValueError: if the state holds no loss scale, or more than one (`nnx` variables
         that two modules share count once).
       ValueError: if something is wrapped around `with_loss_scale` that belongs inside
-        it, such as `optax.MultiSteps`.
+        it, such as `optax.MultiSteps`, or if something comes after
+        `with_master_weights`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -121,14 +129,8 @@ def get_loss_scale(state: Any) -> LossScale:
             f"expected exactly one loss scale in the state, found {len(loss_scales)} "
             f"in a {type(state).__name__}. {remedy}"
         )
-    _check_nesting(state)
+    check_nesting(state)
     return without_variables(loss_scales[0])
-
-
-_SEVERAL = (
-    "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
-    "once. To test a step that takes several states, make it a function of one of them."
-)
 
 
 def _remedy_for_none(state: Any) -> str:
@@ -142,11 +144,6 @@ def _remedy_for_none(state: Any) -> str:
         "Wrap the optimizer in with_loss_scale once and pass the state that its init "
         "returned, or pass a LossScale, such as get(128)."
     )
-
-
-def loss_scales_in(state: Any) -> list[LossScale]:
-    """Every loss scale in a state, however deeply nested."""
-    return find_nodes(lambda x: isinstance(x, LossScale), state)
 
 
 def resolve(loss_scale: Any) -> LossScale:
@@ -176,53 +173,10 @@ def resolve(loss_scale: Any) -> LossScale:
 
 
 class _TracedLossScale(LossScale):
-    """A loss scale that never adapts, but whose value is state, so it may be traced."""
+    """A traced number as a loss scale, which never adapts.
+
+    Those who resolve a number multiply by the scale, and never take a step with it.
+    """
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
-
-
-# Optax's wrappers that must not be around `with_loss_scale`, by the names of their
-# states, and what they would do there. They are not imported, so that this package works
-# with a version of Optax that has moved one of them.
-_AROUND = {
-    "MultiStepsState": (
-        "MultiSteps",
-        "sums scaled gradients and keeps the NaN of an overflow",
-    ),
-    "ConditionallyTransformState": (
-        "conditionally_transform",
-        "passes some gradients on scaled",
-    ),
-    "ApplyIfFiniteState": (
-        "apply_if_finite",
-        "hides overflows from it, so they never lower it",
-    ),
-    "MechanicState": (
-        "contrib.mechanize",
-        "learns its learning rate from scaled gradients",
-    ),
-}
-
-
-def name_in_optax(state: Any) -> str | None:
-    """The name of a state's class if Optax defines the class, else None."""
-    cls = type(state)
-    return cls.__name__ if cls.__module__.split(".")[0] == "optax" else None
-
-
-def _is_around(state: Any) -> bool:
-    """Whether this is the state of a wrapper in `_AROUND`, with a loss scale inside."""
-    return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
-
-
-def _check_nesting(state: Any) -> None:
-    """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
-    around = find_nodes(_is_around, state)
-    if around:
-        name, harm = _AROUND[type(around[0]).__name__]
-        raise ValueError(
-            f"optax.{name} around with_loss_scale {harm}: put it inside, where "
-            "gradients are unscaled and finite, as in "
-            f"with_loss_scale(optax.{name}(inner, …))"
-        )

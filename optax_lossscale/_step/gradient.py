@@ -27,7 +27,6 @@ from optax_lossscale._step.grad_dtype import (
     check_grad_dtype,
 )
 from optax_lossscale._step.inputs import check_arrays, check_scalar
-from optax_lossscale._step.master_weights import check_nothing_follows
 
 _INFINITE_IN_FLOAT16 = 65520  # from here on, numbers round to infinity, not to 65504
 
@@ -70,7 +69,6 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    check_nothing_follows(loss_scale)
     check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
     if not is_inexact_leaf(loss):
@@ -172,7 +170,6 @@ def value_and_scaled_grad(
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    check_nothing_follows(loss_scale)
     loss_scale = resolve(loss_scale)
     validation.check_function("fun", fun)
     check_grad_dtype(grad_dtype)

@@ -10,7 +10,6 @@ do not show which of them have 16 bits. In `init`, `with_rests` makes the rests 
 that have; in a step, the rests in the state show which they are.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,19 +23,9 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_nar
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find_nodes
-from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.missing_gradients import completed, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
 from optax_lossscale._step.update import as_transformation, check_update_shape
-
-# The names of states of Optax's wrappers that compute other updates from those of the
-# transformation inside them; names, as in `get.py`
-_MAKERS_OF_OTHER_UPDATES = {
-    "LookaheadState",
-    "MechanicState",
-    "SAMState",
-    "ScheduleFreeState",
-}
 
 
 class MasterWeightsState(NamedTuple):
@@ -190,66 +179,25 @@ def with_rests(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
     and the rests are taken from what it returns: inside `optax.masked`, say, a state
     has only some of the parameters, which it does not name.
     """
-    if not find_nodes(_is_state, state):
+    if not find_nodes(is_master_weights_state, state):
         return state
 
     def with_rest(for_float32, for_params):
-        if not _is_state(for_params):
+        if not is_master_weights_state(for_params):
             return for_float32
         return for_params._replace(inner_state=for_float32.inner_state)
 
-    return jax.tree.map(with_rest, state, init(params), is_leaf=_is_state)
-
-
-def check_nothing_follows(state: Any) -> None:
-    """Raises if another transformation changes the updates of `with_master_weights`.
-
-    A state shows that by its nesting: its `MasterWeightsState` is not the last in a
-    chain, or is inside the state of a wrapper that makes updates of its own.
-    """
-    if _is_state(state) or not find_nodes(_is_state, state):
-        return
-    parts = _parts(state)
-    if _is_chain(state) and find_nodes(_is_state, parts[:-1]):
-        fault = "is followed by other transformations in optax.chain, which change"
-    elif name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
-        fault = (
-            f"is inside the transformation with a {type(state).__name__}, which changes"
-        )
-    else:
-        for part in parts:
-            check_nothing_follows(part)
-        return
-    raise ValueError(
-        f"with_master_weights {fault} where its updates take the parameters: give it "
-        "the whole optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
-    )
-
-
-def _is_chain(state: Any) -> bool:
-    """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
-
-    Its parts are states themselves. So a tuple of arrays, as another transformation may
-    keep for the parameters, is no chain.
-    """
-    if type(state) not in (tuple, OrderedDict):
-        return False
-    return all(hasattr(x, "_fields") or _is_chain(x) for x in _parts(state))
-
-
-def _parts(state: Any) -> list[Any]:
-    """The children of a state in its pytree, in order."""
-    return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+    return jax.tree.map(with_rest, state, init(params), is_leaf=is_master_weights_state)
 
 
 def check_rests(state: Any, init: Callable[[Any], Any], params: Any) -> None:
     """Raises unless the rests in a state are like those that `init` makes."""
-    own_states = find_nodes(_is_state, state)
+    own_states = find_nodes(is_master_weights_state, state)
     if not own_states:
         return
     kept = _described(own_states)
     initial_state = jax.eval_shape(init, params)
-    needed = _described(find_nodes(_is_state, initial_state))
+    needed = _described(find_nodes(is_master_weights_state, initial_state))
     if kept != needed:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "
@@ -270,7 +218,7 @@ def _described(states: list[MasterWeightsState]) -> list[str]:
 
 def _check_arguments(state: Any, params: Any) -> None:
     """Raises unless `update` is given its own state and the parameters for it."""
-    if not _is_state(state):
+    if not is_master_weights_state(state):
         raise TypeError(
             "the state of with_master_weights must be the MasterWeightsState that its "
             f"init or its last step returned, got a {type(state).__name__}. To begin "
@@ -316,6 +264,6 @@ def _rest_of(param: Any) -> Any:
     return split(at_least_float32(param), dtype_of(param))[1]
 
 
-def _is_state(x: Any) -> bool:
+def is_master_weights_state(x: Any) -> bool:
     """Whether this is a `MasterWeightsState`, as a predicate for `find_nodes`."""
     return isinstance(x, MasterWeightsState)

@@ -47,6 +47,11 @@ class LossScaleState(NamedTuple):
     skip_rule: SkipRule | None = None
 
 
+def loss_scales_in(state: Any) -> list[LossScale]:
+    """Every loss scale in a state, however deeply nested."""
+    return find_nodes(lambda x: isinstance(x, LossScale), state)
+
+
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
 
@@ -57,9 +62,9 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
 
 
 def wrapper_state(state: Any) -> LossScaleState | None:
-    """The `LossScaleState` around the one loss scale in a state.
+    """The first `LossScaleState` in a state; None for a loss scale by itself.
 
-    None if there is none around it, as for a loss scale by itself.
+    It is the only one if `get_loss_scale` has found that there is one loss scale.
     """
     return next(iter(wrapper_states(state)), None)
 

@@ -27,6 +27,7 @@ from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
 from optax_lossscale._step.missing_gradients import as_inner_sees
+from optax_lossscale._step.nesting import check_nesting
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -68,13 +69,13 @@ class ScaledStep:
     def _init_inner(self, params: Any) -> Any:
         """The inner optimizer's state before the first step."""
         inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
-        master_weights.check_nothing_follows(inner_state)
         if wrapper_states(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
                 "its gradients divided by the loss scale twice: wrap the whole "
                 "optimizer, once"
             )
+        check_nesting(inner_state)
         with_rests = master_weights.with_rests(inner_state, self.inner.init, params)
         return jax.tree.map(strong, with_rests)
 

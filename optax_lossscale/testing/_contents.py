@@ -16,7 +16,7 @@ from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexac
 from optax_lossscale._arrays.variables import is_variable, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step.get import name_in_optax
+from optax_lossscale._step.nesting import name_in_optax
 from optax_lossscale._step.state import LossScaleState
 
 Path = tuple[Any, ...]  # of JAX's keys

@@ -19,7 +19,8 @@ from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._arrays.validation import check_concrete
 from optax_lossscale._arrays.variables import is_variable, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import get_loss_scale, loss_scales_in
+from optax_lossscale._step.get import get_loss_scale
+from optax_lossscale._step.state import loss_scales_in
 from optax_lossscale.testing._contents import (
     Path,
     contents,
