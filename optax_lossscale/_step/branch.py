@@ -24,7 +24,8 @@ from jax import lax
 
 from optax_lossscale._arrays.precision import strong
 from optax_lossscale._arrays.validation import is_traced
-from optax_lossscale._step.inputs import Prepared
+from optax_lossscale._step.decision import Flag
+from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.update import InnerUpdate
 
@@ -32,23 +33,32 @@ Branch = Literal["cond", "select"]
 
 
 def apply_or_skip(
-    should_apply: jax.Array,
+    should_apply: Flag,
     update: InnerUpdate,
-    operands: tuple[Prepared, LossScaleState],
+    operands: tuple[StepInputs, LossScaleState],
     branch: Branch | None,
+    *,
+    skips_nonfinite: bool,
 ) -> tuple[Any, Any]:
-    """The new parameters, or the updates, and the new inner state.
+    """The results of a step: new parameters or updates, and the new inner state.
 
-    `update` says which of the two it computes, from `operands`, the scaled inputs and
-    the state. A skipped step returns the parameters as they are, or updates of zero,
-    and the old inner state. With `branch=None`, the platform that the step is compiled
-    for decides: a conditional on CPU, a select elsewhere. Without `jit`, `should_apply`
-    is known, and Python branches, unless `branch="select"`.
+    Without `jit`, `should_apply` is known, and Python branches, unless
+    `branch="select"`.
+
+    Args:
+      should_apply: whether to apply the step; True if nothing was checked.
+      update: the inner update, which returns parameters or updates. For a skipped step,
+        these are the parameters as they are, or zeros.
+      operands: the inputs, still scaled, and the state.
+      branch: the way to skip; with None, the platform that the step is compiled for
+        decides: a conditional on CPU, a select elsewhere.
+      skips_nonfinite: whether steps that are not finite are always skipped.
     """
     is_known = not is_traced(should_apply)
-    # Several branches call it, and under `jit` it is still traced only once.
     run = update.apply if is_known else jax.jit(update.apply)
-    results = _Results(update, run)
+    results = _Results(update, run, skips_nonfinite)
+    if should_apply is True:
+        return results.applied(*operands)
     if branch == "select":
         return results.selected(should_apply, *operands)
     if is_known:
@@ -74,31 +84,37 @@ class _Results:
     """
 
     update: InnerUpdate
-    run: Callable[..., Any]  # `update.apply`, compiled if the step is
+    # `update.apply`, under `jit` if the step is: several branches trace it only once
+    run: Callable[..., Any]
+    skips_nonfinite: bool
 
-    def applied(self, scaled: Prepared, state: LossScaleState) -> Any:
+    def applied(self, scaled: StepInputs, state: LossScaleState) -> Any:
         """The results if the step is applied."""
         # The check has unscaled the gradients once. To do so again, where it fuses with
         # the inner update, is cheaper than to keep an unscaled copy in memory.
-        return self.run(scaled.unscaled(state.loss_scale), state.inner_state)
+        return self.run(scaled.unscaled_by(state.loss_scale), state.inner_state)
 
-    def skipped(self, scaled: Prepared, state: LossScaleState) -> Any:
+    def skipped(self, scaled: StepInputs, state: LossScaleState) -> Any:
         """The results if the step is skipped, of the types that `applied` returns."""
         if self.update.to_params:
             return jax.tree.map(strong, scaled.params), state.inner_state
         updates, _ = jax.eval_shape(self.applied, scaled, state)
         return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
-    def by_cond(self, flag: jax.Array, scaled: Prepared, state: LossScaleState) -> Any:
+    def by_cond(
+        self, flag: jax.Array, scaled: StepInputs, state: LossScaleState
+    ) -> Any:
         """The results of the branch that a conditional takes."""
         return lax.cond(flag, self.applied, self.skipped, scaled, state)
 
-    def selected(self, flag: jax.Array, scaled: Prepared, state: LossScaleState) -> Any:
+    def selected(
+        self, flag: jax.Array, scaled: StepInputs, state: LossScaleState
+    ) -> Any:
         """The results that a select chooses, after the inner update has run anyway."""
-        unscaled = scaled.unscaled(state.loss_scale)
-        if self.update.skips_nonfinite:
+        unscaled = scaled.unscaled_by(state.loss_scale)
+        if self.skips_nonfinite:
             # A skipped step runs, too, and `inner` should see no NaN even then.
-            unscaled = unscaled.zeroed()
+            unscaled = unscaled.with_zeros_for_nonfinite()
         applied = self.run(unscaled, state.inner_state)
         return jax.tree.map(
             partial(lax.select, flag), applied, self.skipped(scaled, state)

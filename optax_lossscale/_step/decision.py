@@ -7,10 +7,13 @@ A step is applied if
 2. the true loss is finite, if the step is given one (unless `skip=None`);
 3. the skip rule, if there is one, does not take it for a spike.
 
-Each of the three is a `Flag`. All replicas must decide alike, or their parameters would
-differ from then on. So with an `axis_name`, all that the decision depends on is first
-reduced over that axis: flags by a minimum, the norm by a maximum, and the loss by its
-mean.
+Whether the gradients are finite, whether the loss scale agrees, and whether the loss is
+finite are a `Flag` each. The rule is asked last.
+
+All replicas must decide alike, or their parameters would differ from then on. So with
+an `axis_name`, all that the decision depends on is first reduced over that axis: flags
+by a minimum, the norm by a maximum, and the loss by its mean. A loss scale that
+overrides `update` is given the axis, and reduces its flag by itself.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -33,7 +36,7 @@ from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step.inputs import Prepared
+from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
@@ -49,7 +52,7 @@ _CHECKING = {HeadroomLossScale.update, LogMaxLossScale.update}
 
 
 def decide_step(
-    unscaled: Prepared,
+    unscaled: StepInputs,
     state: LossScaleState,
     skip: Skip | None,
     axis_name: AxisName | None,
@@ -58,14 +61,14 @@ def decide_step(
 
     `state` is the state after the step, except for its inner state, which is still old.
 
-    The loss scale adapts to the gradients, unless the loss is not finite or the rule
-    takes the step for a spike. Another scale would not have helped there, and a step
+    The loss scale adapts to the gradients, unless the loss is not finite, or a rule
+    skips the step for its norm. Another scale would not have helped there, and a step
     that is not applied should not bring the scale closer to growth.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
-    norm, grads_finite = _measured(grads, state, skip, axis_name)
-    adapted, scale_agrees = _adapted(state.loss_scale, grads, grads_finite, axis_name)
+    norm, grads_finite = _measure(grads, state, skip, axis_name)
+    adapted, scale_agrees = _adapt(state.loss_scale, grads, grads_finite, axis_name)
     loss_finite: Flag = True
     if value is not None and skip is not None:
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
@@ -79,16 +82,16 @@ def decide_step(
     scale_adapts = loss_finite
     rule = state.skip_rule
     if rule is not None:
-        rule, should_apply = _ruled(rule, norm, value, may_apply, axis_name)
-        is_spike = may_apply & ~should_apply
-        scale_adapts = loss_finite & ~is_spike
+        rule, should_apply = _ask_rule(rule, norm, value, may_apply, axis_name)
+        is_skipped_by_rule = may_apply & ~should_apply
+        scale_adapts = loss_finite & ~is_skipped_by_rule
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
     new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
-    return should_apply, _counted(new_state, should_apply)
+    return should_apply, _count(new_state, should_apply)
 
 
-def _measured(
+def _measure(
     grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
 ) -> tuple[Any, Flag]:
     """The norm of the gradients, and whether they are finite, on all replicas.
@@ -107,12 +110,12 @@ def _measured(
     return None, True
 
 
-def _adapted(
+def _adapt(
     loss_scale: LossScale, grads: Any, grads_finite: Flag, axis_name: AxisName | None
 ) -> tuple[LossScale, Flag]:
     """The loss scale after these unscaled gradients, and whether it would apply them.
 
-    `grads_finite` is that of `_measured`.
+    `grads_finite` is that of `_measure`.
     """
     if _adapts_to_flag(loss_scale):
         new = loss_scale.adjust(grads_finite)
@@ -128,7 +131,7 @@ def _adapts_to_flag(loss_scale: LossScale) -> bool:
     return type(loss_scale).update is LossScale.update
 
 
-def _ruled(
+def _ask_rule(
     rule: SkipRule,
     norm: jax.Array,
     value: jax.Array | None,
@@ -150,7 +153,7 @@ def _ruled(
     return choose(is_finite, after_seeing, unseen), is_finite & allows
 
 
-def _counted(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
+def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
     """The state with one more step counted, which is applied or skipped."""
     skipped = state.skipped_steps
     skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))

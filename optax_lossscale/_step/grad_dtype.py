@@ -77,7 +77,8 @@ def _is_none(x: Any) -> bool:
 def _is_function(grad_dtype: Any) -> bool:
     """Whether this is a function to call, and not a dtype or a tree of dtypes.
 
-    A dtype such as `jnp.float16` is callable, and so is a module that is a tree.
+    A dtype such as `jnp.float16` is callable, and so may a tree be, such as an Equinox
+    module.
     """
     is_leaf = jax.tree_util.all_leaves([grad_dtype])
     return (

@@ -37,7 +37,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     Return it from a loss function that other code differentiates:
     `nnx.value_and_grad`, `eqx.filter_value_and_grad`, or a trainer that calls
     `jax.grad` itself. The gradients come out scaled, as `with_loss_scale` expects them;
-    in forward mode, the tangent does. Under `diagnose`, which tries loss scales of its
+    in forward mode, the tangent is scaled. Under `diagnose`, which tries loss scales of its
     own, the gradient is not scaled.
 
     Source: `optax.scale_gradient`, with a loss scale as the factor.
@@ -81,7 +81,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
 @jax.custom_jvp
 def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
-    """The loss, with a derivative of the loss scale instead of 1."""
+    """The loss, whose derivative is the loss scale instead of 1."""
     return loss
 
 
@@ -129,13 +129,15 @@ def value_and_scaled_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything
         else.
-      grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory:
-        wider floats among the differentiated arguments are cast to it, and `fun` is
-        called with the narrow ones. Or a tree of dtypes, with `None` for no cast, that
-        is a prefix of the differentiated argument (for several `argnums`, of the tuple
-        of them). Or a function that takes this argument, and returns a dtype or a tree.
-        The model itself computes in the widest dtype that its operations are given: for
-        products in 16 bits, pass `autocast(fun)`.
+      grad_dtype: the dtype of the gradients. Wider floats among the differentiated
+        arguments are cast to it, and `fun` is called with the narrow ones. The model
+        itself computes in the widest dtype that its operations are given: for products
+        in 16 bits, pass `autocast(fun)`. One of:
+
+        - A dtype, such as `jnp.float16` for half the memory.
+        - A tree of dtypes, with `None` for no cast, that is a prefix of the
+          differentiated argument (for several `argnums`, of the tuple of them).
+        - A function that takes this argument, and returns a dtype or a tree.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -233,11 +235,12 @@ def loss_of(returned: Any, has_aux: bool) -> Any:
 
 
 def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
-    """Raises if one of our keywords is an argument of the function that gets no value.
+    """Raises if a function has an argument of the name of one of our keywords.
 
     A caller of `minimize` who passes `has_aux=…` may mean the loss function's own
-    argument of that name, which would not get it. `args` are the positional arguments
-    that the function will be given.
+    argument of that name, which would not get it, even if it has a default. It is
+    allowed if `args`, the positional arguments that the function will be given, or a
+    `functools.partial` give it a value.
     """
     try:
         signature = inspect.signature(fun)

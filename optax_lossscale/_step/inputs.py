@@ -1,6 +1,6 @@
 """The inputs of a step: gradients, parameters and loss, checked and completed.
 
-`prepare` checks that they fit each other, and returns them as a `Prepared`, still
+`prepare` checks that they fit each other, and returns them as a `StepInputs`, still
 scaled. There, zeros stand for missing gradients. Those that a `mask` excludes are
 neither unscaled nor checked.
 """
@@ -34,56 +34,55 @@ from optax_lossscale._step.missing_gradients import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class StepInputs:
     """The inputs of a step, checked and completed."""
 
-    grads: Any  # scaled or unscaled, with zeros for missing ones
+    grads: Any  # scaled or unscaled, with zeros where a gradient is missing
     params: Any  # None if the step was given none
     value: jax.Array | None  # the true loss, shape ()
-    # For each gradient whether the mask keeps it; None without a mask
+    # Whether the mask keeps a gradient, for each of them; None without a mask
     kept: tuple[bool, ...] | None = dataclasses.field(metadata={"static": True})
     missing: MissingGradients = dataclasses.field(metadata={"static": True})
 
-    def unscaled(self, loss_scale: LossScale) -> Self:
-        """A copy with unscaled gradients, in float32 or wider."""
-        return self._with_kept(_unscaled(loss_scale, self.grads))
-
-    def zeroed(self) -> Self:
-        """A copy with zeros in place of NaN and infinities, in the loss and `grads`."""
-        # Numbers are replaced one by one, without waiting for the result of the check.
-        # So the norm of a clip inside is computed in the same pass as the check.
-        grads, value = jax.tree.map(_zero_unless_finite, (self.grads, self.value))
-        return dataclasses.replace(self._with_kept(grads), value=value)
-
     def checked_grads(self) -> Any:
-        """The gradients that are checked; with a mask, a list with None for the others.
+        """The gradients that are unscaled and checked: those that the mask keeps.
 
-        It is a list, as a node of the user's own may refuse None.
+        With a mask, they are a list with None in the places of the others. They are not
+        a tree then, as a node of the user's own may refuse None.
         """
         if self.kept is None:
             return self.grads
-        leaves = jax.tree.leaves(self.grads)
-        pairs = zip(leaves, self.kept, strict=True)
-        return [leaf if is_kept else None for leaf, is_kept in pairs]
+        pairs = zip(jax.tree.leaves(self.grads), self.kept, strict=True)
+        return [grad if is_kept else None for grad, is_kept in pairs]
 
-    def _with_kept(self, grads: Any) -> Self:
-        """A copy with these gradients, except for those that the mask excludes.
+    def unscaled_by(self, loss_scale: LossScale) -> Self:
+        """A copy with unscaled gradients, in float32 or wider."""
+        return self._with_checked(_unscaled(loss_scale, self.checked_grads()))
 
-        The excluded ones are as they were, in float32 or wider.
+    def with_zeros_for_nonfinite(self) -> Self:
+        """A copy with zeros in place of NaN and infinities, in gradients and loss."""
+        # What replaces a number depends on that number alone, not on the result of the
+        # check. So XLA computes the norm of a clip inside in the same pass as the check.
+        numbers = (self.checked_grads(), self.value)
+        grads, value = jax.tree.map(_zero_unless_finite, numbers)
+        return dataclasses.replace(self._with_checked(grads), value=value)
+
+    def _with_checked(self, checked: Any) -> Self:
+        """A copy with these gradients in place of the checked ones.
+
+        Those that the mask excludes are converted to float32 if they are narrow.
         """
-        if self.kept is not None:
-            is_kept = jax.tree.unflatten(jax.tree.structure(grads), self.kept)
-
-            def chosen(is_kept, new, old):
-                return new if is_kept else at_least_float32(old)
-
-            grads = jax.tree.map(chosen, is_kept, grads, self.grads)
-        return dataclasses.replace(self, grads=grads)
+        if self.kept is None:
+            return dataclasses.replace(self, grads=checked)
+        leaves, structure = jax.tree.flatten(self.grads)
+        pairs = zip(leaves, checked, strict=True)
+        grads = [at_least_float32(old) if new is None else new for old, new in pairs]
+        return dataclasses.replace(self, grads=structure.unflatten(grads))
 
 
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
-) -> Prepared:
+) -> StepInputs:
     """Checks and completes the inputs of a step; the gradients are still scaled."""
     if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
@@ -101,7 +100,7 @@ def prepare(
         check_scalar("value, the true loss,", value)
         value = jnp.asarray(value)
     kept = None if mask is None else kept_leaves(mask, grads)
-    return Prepared(grads, params, value, kept, missing)
+    return StepInputs(grads, params, value, kept, missing)
 
 
 def check_arrays(name: str, tree: Any) -> None:
@@ -164,6 +163,6 @@ def _check_fit(grads: Any, params: Any) -> None:
         if is_inexact_leaf(param) and not is_inexact_leaf(grad):
             raise ValueError(
                 "the gradient of a floating-point parameter must have a floating-point "
-                f"dtype, as another is not unscaled; got {dtype_of(grad)} at "
+                f"dtype, as integers are not unscaled; got {dtype_of(grad)} at "
                 f"{path_name(path)}"
             )

@@ -1,13 +1,14 @@
 """Master weights: parameters in 16 bits that train as float32 numbers.
 
 The parameters of the model are 16-bit roundings of the numbers that are trained, and
-the optimizer's state keeps the rest of each number, as `_arrays/rounding.py` splits it.
-A step joins both to the float32 number, lets the inner optimizer update that, and
-splits it again. The update that it returns is the difference of the rounded numbers.
+the optimizer's state keeps the remainder of each number, as `_arrays/rounding.py`
+splits it. A step joins both to the float32 number, lets the inner optimizer update
+that, and splits it again. The update that it returns is the difference of the rounded
+numbers.
 
-`with_loss_scale` around this transformation passes it all parameters in float32, which
-do not show which of them have 16 bits. In `init`, `with_rests` makes the rests of those
-that have; in a step, the rests in the state show which they are.
+`with_loss_scale` passes this transformation all parameters in float32, so it cannot
+tell which have 16 bits. `with_remainders` adds their remainders in `init`; from then
+on, a parameter has 16 bits if the state holds a remainder for it.
 """
 
 from collections.abc import Callable
@@ -50,15 +51,14 @@ class MasterWeightsState(NamedTuple):
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`, with 16-bit parameters in float32. A parameter that was
-          changed since the last step is taken as it is; but if it is bfloat16, to
-          within half of its last place, as the further bits of the old number are
-          added.
+          A tree like `params`, with 16-bit parameters in float32. Of a parameter that
+          was changed since the last step, it is the new value; in bfloat16, the new
+          value plus the old further bits, to within half of its last place.
         """
 
-        def joined(param, rest):
-            is_wide = isinstance(rest, optax.MaskedNode)
-            return param if is_wide else join(param, rest)
+        def joined(param, remainder):
+            is_wide = isinstance(remainder, optax.MaskedNode)
+            return param if is_wide else join(param, remainder)
 
         return jax.tree.map(joined, params, self.master_weights)
 
@@ -68,21 +68,21 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
-    Most steps change a parameter by less than float16 or bfloat16 can add to it, and
-    the change is lost. So the state keeps the bits that the parameters lack to be
-    float32 numbers; `inner` updates these numbers, and the updates returned take the
-    parameters to the rounded ones::
+    Most updates are smaller than half the distance from a parameter to the next 16-bit
+    number, and adding them changes nothing. So the state keeps the bits that the
+    parameters lack to be float32 numbers; `inner` updates these numbers, and the
+    updates returned take the parameters to the rounded ones::
 
-        weights = join(params, rest)
-        new_params, rest = split(weights + inner's updates)
+        weights = join(params, remainder)
+        new_params, remainder = split(weights + inner's updates)
         updates = new_params - params
 
-    For bfloat16 parameters, `rest` is the 16 further bits of each float32 number. They
-    take half the memory of a float32 copy, and training is the same to the bit, except
-    for subnormal numbers and those beyond bfloat16's largest. (Ties are rounded away
-    from zero, so 16 bits are enough.) For float16 parameters, whose range is smaller,
-    `rest` is a float32 copy. `optax.apply_updates(params, updates)` is exact wherever
-    float32 holds the difference.
+    For bfloat16 parameters, `remainder` is the 16 further bits of each float32 number.
+    They take half the memory of a float32 copy, and training is the same to the bit,
+    except for subnormal numbers and those beyond bfloat16's largest. (Ties are rounded
+    away from zero, so 16 bits are enough.) For float16 parameters, whose range is
+    smaller, `remainder` is a float32 copy. `optax.apply_updates(params, updates)` is
+    exact wherever float32 holds the difference.
 
     A program may change its parameters between steps: a float16 parameter that is no
     longer its rounded copy replaces the copy; a bfloat16 one keeps the 16 further bits.
@@ -140,15 +140,15 @@ def with_master_weights(
     def init(params):
         wide_params = jax.tree.map(at_least_float32, params)
         return MasterWeightsState(
-            jax.tree.map(_rest_of, params), inner_tx.init(wide_params)
+            jax.tree.map(_remainder_of, params), inner_tx.init(wide_params)
         )
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
         # `with_loss_scale` passes all parameters in float32, after it has compared the
-        # rests with the parameters' own dtypes.
+        # remainders with the parameters' own dtypes.
         if any(map(is_narrow_leaf, jax.tree.leaves(params))):
-            check_rests(state, init, params)
+            check_remainders(state, init, params)
         grads, missing = completed(updates, params)
         weights = state.weights(params)
         check_inner_dtypes(state.inner_state, inner_tx.init, weights)
@@ -162,36 +162,38 @@ def with_master_weights(
             _rounded, params, state.master_weights, weights, inner_updates
         )
         new_updates = jax.tree.map(lambda _, pair: pair.update, params, pairs)
-        rests = jax.tree.map(lambda _, pair: pair.rest, params, pairs)
+        remainders = jax.tree.map(lambda _, pair: pair.remainder, params, pairs)
         new_state = missing.slots_kept(
-            init, MasterWeightsState(rests, inner_state), state
+            init, MasterWeightsState(remainders, inner_state), state
         )
         return missing.map_updates(update_or_zero, params, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def with_rests(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """An inner state with the rests of 16-bit parameters in its `MasterWeightsState`s.
+def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
+    """An inner state whose `MasterWeightsState`s hold the remainders of 16-bit parameters.
 
     `state` is what `init`, the inner optimizer's, made for the parameters in float32,
     which lack nothing. So `init` is called once more, for `params` in their own dtypes,
-    and the rests are taken from what it returns: inside `optax.masked`, say, a state
-    has only some of the parameters, which it does not name.
+    and the remainders are taken from what it returns: inside `optax.masked`, say, a
+    state has only some of the parameters, which it does not name.
     """
     if not find_nodes(is_master_weights_state, state):
         return state
 
-    def with_rest(for_float32, for_params):
+    def with_remainder(for_float32, for_params):
         if not is_master_weights_state(for_params):
             return for_float32
         return for_params._replace(inner_state=for_float32.inner_state)
 
-    return jax.tree.map(with_rest, state, init(params), is_leaf=is_master_weights_state)
+    return jax.tree.map(
+        with_remainder, state, init(params), is_leaf=is_master_weights_state
+    )
 
 
-def check_rests(state: Any, init: Callable[[Any], Any], params: Any) -> None:
-    """Raises unless the rests in a state are like those that `init` makes."""
+def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
+    """Raises unless a state has remainders like those that `init` makes of `params`."""
     own_states = find_nodes(is_master_weights_state, state)
     if not own_states:
         return
@@ -207,9 +209,9 @@ def check_rests(state: Any, init: Callable[[Any], Any], params: Any) -> None:
 
 
 def _described(states: list[MasterWeightsState]) -> list[str]:
-    """The dtype, shape and path of each rest, as text."""
-    rests = [state.master_weights for state in states]
-    leaves = jax.tree.leaves_with_path(rests)
+    """The dtype, shape and path of each remainder, as text."""
+    remainders = [state.master_weights for state in states]
+    leaves = jax.tree.leaves_with_path(remainders)
     return [
         f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path[1:])}"
         for path, x in leaves
@@ -234,31 +236,33 @@ def _check_arguments(state: Any, params: Any) -> None:
         )
 
 
-class _UpdateAndRest(NamedTuple):
+class _UpdateAndRemainder(NamedTuple):
     """What a step makes for one parameter."""
 
     update: Any
-    rest: Any  # what the updated parameter lacks
+    remainder: Any  # what the updated parameter lacks
 
 
-def _rounded(param: Any, rest: Any, weight: Any, update: Any) -> _UpdateAndRest:
-    """A parameter's update and its new rest, from the update of its master weight.
+def _rounded(
+    param: Any, remainder: Any, weight: Any, update: Any
+) -> _UpdateAndRemainder:
+    """A parameter's update and its new remainder, from the update of its master weight.
 
     `weight` is the float32 number, and `update` what the inner optimizer adds to it.
     """
-    if isinstance(rest, optax.MaskedNode):
-        return _UpdateAndRest(update, rest)
+    if isinstance(remainder, optax.MaskedNode):
+        return _UpdateAndRemainder(update, remainder)
     check_update_shape(param, update)
     new_weight = (weight + update).astype(jnp.float32)
-    rounded, new_rest = split(new_weight, narrow_dtype(rest))
+    rounded, new_remainder = split(new_weight, narrow_dtype(remainder))
     param = at_least_float32(param)
     # Of two equal infinities, the difference would be NaN.
     difference = jnp.where(rounded == param, 0, rounded - param)
-    return _UpdateAndRest(difference, new_rest)
+    return _UpdateAndRemainder(difference, new_remainder)
 
 
-def _rest_of(param: Any) -> Any:
-    """The rest of a parameter before the first step; `optax.MaskedNode()` if wide."""
+def _remainder_of(param: Any) -> Any:
+    """The remainder of a parameter before the first step; `optax.MaskedNode()` if wide."""
     if not is_narrow_leaf(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]

@@ -36,8 +36,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         norm and loss were finite; int32.
       - The other public state of the rule.
 
-      Where a name is taken, that of the loss scale or the rule is `loss_scale/name` or
-      `skip_rule/name`.
+      An entry of the loss scale or of the rule whose name is taken already is called
+      `loss_scale/name` or `skip_rule/name`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -61,6 +61,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     """
     loss_scale = get_loss_scale(state)
     wrapper = wrapper_state(state)
+    # `testing` sets it, so that metrics do not count as outputs that depend on the scale.
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)

@@ -33,11 +33,9 @@ class MissingGradients:
     def map_updates(
         self, function: Callable[[Any, Any], Any], params: Any, updates: Any
     ) -> Any:
-        """`function(param, update)` of each parameter; the update is None if missing.
-
-        The paths of `optax.lookahead`'s pair of parameter trees, the fast and the slow
-        ones, begin with one more key than those of gradients.
-        """
+        """`function(param, update)` of each parameter; the update is None if missing."""
+        # In `optax.lookahead`'s pair of parameter trees, the fast and the slow one, a
+        # path begins with one key more than that of the gradient.
         is_pair = isinstance(params, optax.LookaheadParams)
 
         def unless_missing(path, param, update):

@@ -53,6 +53,11 @@ class ScaledStep:
     branch: Branch | None
     skip: Skip | None
 
+    @property
+    def rule(self) -> SkipRule | None:
+        """The rule that decides about finite steps, in its initial state."""
+        return self.skip if isinstance(self.skip, SkipRule) else None
+
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step, made for parameters in float32 or wider."""
         inputs.check_arrays("params", params)
@@ -76,17 +81,14 @@ class ScaledStep:
                 "optimizer, once"
             )
         check_nesting(inner_state)
-        with_rests = master_weights.with_rests(inner_state, self.inner.init, params)
-        return jax.tree.map(strong, with_rests)
+        with_remainders = master_weights.with_remainders(
+            inner_state, self.inner.init, params
+        )
+        return jax.tree.map(strong, with_remainders)
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
         """The transformation's `update`; returns `(updates, state)`."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
-
-    @property
-    def rule(self) -> SkipRule | None:
-        """The rule that decides about finite steps, in its initial state."""
-        return self.skip if isinstance(self.skip, SkipRule) else None
 
     def step(
         self,
@@ -100,24 +102,24 @@ class ScaledStep:
     ) -> tuple[Any, LossScaleState]:
         """Takes one step; returns the new parameters and the new state.
 
-        Without `to_params`, the updates that lead to the parameters take their place.
+        With `to_params=False`, it returns the updates in place of the parameters.
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
             value = extra_args.get("loss")  # its name in MaxText and Levanter
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
-        unscaled = scaled.unscaled(state.loss_scale)
+        unscaled = scaled.unscaled_by(state.loss_scale)
         should_apply, new_state = decide_step(
             unscaled, state, self.skip, self.axis_name
         )
-        skips_nonfinite = self.skip is not None
-        update = InnerUpdate(self.inner, extra_args, to_params, skips_nonfinite)
-        if should_apply is True:  # nothing was checked
-            new, inner_state = update.apply(unscaled, state.inner_state)
-        else:
-            new, inner_state = apply_or_skip(
-                should_apply, update, (scaled, state), self.branch
-            )
+        update = InnerUpdate(self.inner, extra_args, to_params=to_params)
+        new, inner_state = apply_or_skip(
+            should_apply,
+            update,
+            (scaled, state),
+            self.branch,
+            skips_nonfinite=self.skip is not None,
+        )
         return new, new_state._replace(inner_state=inner_state)
 
     def _check_state(self, state: Any, params: Any) -> None:
@@ -126,7 +128,7 @@ class ScaledStep:
         check_configuration("loss_scale", state.loss_scale, self.loss_scale)
         check_configuration("skip_rule", state.skip_rule, self.rule)
         if params is not None:
-            master_weights.check_rests(state.inner_state, self._init_inner, params)
+            master_weights.check_remainders(state.inner_state, self._init_inner, params)
             check_inner_dtypes(state.inner_state, self._init_inner, params)
 
 

@@ -16,7 +16,7 @@ import optax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
 from optax_lossscale._arrays.validation import check_transformation
-from optax_lossscale._step.inputs import Prepared
+from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.missing_gradients import as_inner_sees, update_or_zero
 
 
@@ -35,18 +35,17 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """The inner update of one step, and what a skipped step has to know about it."""
+    """The inner update of one step."""
 
     inner: optax.GradientTransformation
     extra_args: Mapping[str, Any]  # passed on to the inner update
     to_params: bool  # whether to return new parameters, not the updates
-    skips_nonfinite: bool  # whether steps that are not finite are always skipped
 
-    def apply(self, unscaled: Prepared, inner_state: Any) -> tuple[Any, Any]:
+    def apply(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
         """The new parameters, or the updates that lead there, and the new inner state.
 
-        The new inner state has the dtypes of the old one, and the old slots of
-        parameters without a gradient.
+        The new inner state has the dtypes of the old one, and for parameters without a
+        gradient the old slots, such as Adam's moments.
         """
         params = unscaled.params
         missing = unscaled.missing
