@@ -13,8 +13,6 @@ of the kernel that computes the result. What is said of GPU and TPU, here and in
 comments elsewhere, was seen in programs compiled for them; it is not timed.
 """
 
-import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -49,73 +47,49 @@ def apply_or_skip(
       should_apply: whether to apply the step; True if nothing was checked.
       update: the inner update, which returns parameters or updates. For a skipped step,
         these are the parameters as they are, or zeros.
-      operands: the inputs, still scaled, and the state.
+      operands: the inputs, still scaled, and the state. They are arguments of the
+        branches, which would take longer to trace if they closed over arrays.
       branch: the way to skip; with None, the platform that the step is compiled for
         decides: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
     is_known = not is_traced(should_apply)
+    # Several branches call it, and in a compiled step it is still traced only once.
     run = update.apply if is_known else jax.jit(update.apply)
-    results = _Results(update, run, skips_nonfinite)
-    if should_apply is True:
-        return results.applied(*operands)
-    if branch == "select":
-        return results.selected(should_apply, *operands)
-    if is_known:
-        # A `lax.cond` would be compiled anew at each step, as its functions are new,
-        # and JAX's cache would keep forever what they close over.
-        if should_apply:
-            return results.applied(*operands)
-        # The caller may donate what is returned, so it must be copies, like the results
-        # of a compiled step. (Zeros of one shape may be the same array.)
-        return jax.tree.map(jnp.copy, results.skipped(*operands))
-    if branch == "cond":
-        return results.by_cond(should_apply, *operands)
-    return lax.platform_dependent(
-        should_apply, *operands, cpu=results.by_cond, default=results.selected
-    )
 
+    def applied(scaled, state):
+        # To unscale once more, which fuses with the inner update, is cheaper than to
+        # keep the unscaled gradients of the check in memory.
+        return run(scaled.unscaled_by(state.loss_scale), state.inner_state)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Results:
-    """The results of a step, as functions of its scaled inputs and its state.
-
-    The arrays are arguments, as functions that close over arrays take longer to trace.
-    """
-
-    update: InnerUpdate
-    # `update.apply`, under `jit` if the step is: several branches trace it only once
-    run: Callable[..., Any]
-    skips_nonfinite: bool
-
-    def applied(self, scaled: StepInputs, state: LossScaleState) -> Any:
-        """The results if the step is applied."""
-        # The check has unscaled the gradients once. To do so again, where it fuses with
-        # the inner update, is cheaper than to keep an unscaled copy in memory.
-        return self.run(scaled.unscaled_by(state.loss_scale), state.inner_state)
-
-    def skipped(self, scaled: StepInputs, state: LossScaleState) -> Any:
-        """The results if the step is skipped, of the types that `applied` returns."""
-        if self.update.to_params:
+    def skipped(scaled, state):
+        if update.to_params:
             return jax.tree.map(strong, scaled.params), state.inner_state
-        updates, _ = jax.eval_shape(self.applied, scaled, state)
+        updates, _ = jax.eval_shape(applied, scaled, state)
         return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
-    def by_cond(
-        self, flag: jax.Array, scaled: StepInputs, state: LossScaleState
-    ) -> Any:
-        """The results of the branch that a conditional takes."""
-        return lax.cond(flag, self.applied, self.skipped, scaled, state)
+    def by_cond(flag, scaled, state):
+        return lax.cond(flag, applied, skipped, scaled, state)
 
-    def selected(
-        self, flag: jax.Array, scaled: StepInputs, state: LossScaleState
-    ) -> Any:
-        """The results that a select chooses, after the inner update has run anyway."""
+    def by_select(flag, scaled, state):
         unscaled = scaled.unscaled_by(state.loss_scale)
-        if self.skips_nonfinite:
+        if skips_nonfinite:
             # A skipped step runs, too, and `inner` should see no NaN even then.
             unscaled = unscaled.with_zeros_for_nonfinite()
-        applied = self.run(unscaled, state.inner_state)
-        return jax.tree.map(
-            partial(lax.select, flag), applied, self.skipped(scaled, state)
-        )
+        results = run(unscaled, state.inner_state)
+        choose = partial(lax.select, flag)
+        return jax.tree.map(choose, results, skipped(scaled, state))
+
+    if is_known and should_apply:
+        return applied(*operands)
+    if branch == "select":
+        return by_select(should_apply, *operands)
+    if is_known:
+        # A `lax.cond` would be compiled anew at each step, and stay in JAX's cache. The
+        # results are copies, like those of a compiled step, as they may be donated.
+        return jax.tree.map(jnp.copy, skipped(*operands))
+    if branch == "cond":
+        return by_cond(should_apply, *operands)
+    return lax.platform_dependent(
+        should_apply, *operands, cpu=by_cond, default=by_select
+    )

@@ -23,7 +23,7 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.nesting import check_nesting
-from optax_lossscale._step.state import loss_scales_in
+from optax_lossscale._step.state import check_no_stack, loss_scales_in
 
 LossScaleLike = (
     LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
@@ -162,13 +162,7 @@ def resolve(loss_scale: Any) -> LossScale:
     if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
     of_state = get_loss_scale(loss_scale)
-    shape = np.shape(of_state.loss_scale)
-    if shape:
-        raise ValueError(
-            f"the state is a stack, whose loss scale has shape {shape}, as made by "
-            "vmap(tx.init) or pmap: call this under vmap or pmap, as in "
-            "vmap(train_step)(params, state, batch)"
-        )
+    check_no_stack(of_state.loss_scale)
     return of_state
 
 

@@ -21,7 +21,7 @@ from optax_lossscale._arrays.precision import (
     is_array_leaf,
     is_inexact_leaf,
 )
-from optax_lossscale._arrays.validation import is_real, shown
+from optax_lossscale._arrays.validation import is_real, is_traced, shown
 from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.mask import Mask, kept_leaves
@@ -57,7 +57,9 @@ class StepInputs:
 
     def unscaled_by(self, loss_scale: LossScale) -> Self:
         """A copy with unscaled gradients, in float32 or wider."""
-        return self._with_checked(_unscaled(loss_scale, self.checked_grads()))
+        # A compiled step unscales in several branches; this traces it only once.
+        unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
+        return self._with_checked(unscale(loss_scale, self.checked_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in gradients and loss."""
@@ -133,10 +135,12 @@ def check_scalar(name: str, x: Any) -> None:
         )
 
 
-@jax.jit  # A step unscales in several branches; this traces it only once.
-def _unscaled(loss_scale: LossScale, grads: Any) -> Any:
+def _unscale(loss_scale: LossScale, grads: Any) -> Any:
     """The gradients divided by the loss scale, in float32 or wider."""
     return loss_scale.unscale(grads)
+
+
+_unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:

@@ -78,13 +78,18 @@ def check_state(state: Any) -> None:
             "arguments is gradients, state, params"
         )
     dtype = dtype_of(state.should_apply)
-    shape = np.shape(state.should_apply)
     if dtype != np.bool_:
         raise TypeError(
             f"the state's should_apply came back as {dtype}: a transformation around "
             "the wrapper has computed with its state, as SAM's transparent mode does. "
             "Put it inside: with_loss_scale(optax.contrib.sam(…))"
         )
+    check_no_stack(state.should_apply)
+
+
+def check_no_stack(scalar: Any) -> None:
+    """Raises if a scalar of a state has axes, as in a stack of several states."""
+    shape = np.shape(scalar)
     if shape:
         raise ValueError(
             f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap: "

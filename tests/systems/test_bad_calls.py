@@ -289,7 +289,7 @@ GRADIENT = {
             loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})
         ),
         ValueError,
-        "loss scale has shape (4,), as made by vmap(tx.init)",
+        "the state is a stack of shape (4,), as made by vmap(tx.init)",
     ),
     "no function": (
         lambda: ols.value_and_scaled_grad(3, STATE),
