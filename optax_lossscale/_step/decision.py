@@ -72,12 +72,13 @@ def decide_step(
     loss_finite: Flag = True
     if value is not None and skip is not None:
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    may_apply = grads_finite & scale_agrees & loss_finite
-    if may_apply is True:
+    flag = grads_finite & scale_agrees & loss_finite
+    if flag is True:
         # Nothing was checked. The counts stay as they were, so that the step compiles
         # to that of the inner optimizer alone.
         return True, state._replace(loss_scale=adapted)
 
+    may_apply = jnp.asarray(flag)
     should_apply = may_apply
     scale_adapts = loss_finite
     rule = state.skip_rule

@@ -183,6 +183,7 @@ def value_and_scaled_grad(
         returned = fun(*args, **kw)
         loss = loss_of(returned, has_aux)
         check_scalar("the loss", loss)
+        _warn_of_float16(loss, loss_scale)
         return loss_scale.scale(jnp.asarray(loss)), returned
 
     scaled_value_and_grad = jax.value_and_grad(
@@ -195,7 +196,6 @@ def value_and_scaled_grad(
         if are_given:  # otherwise, JAX raises an error
             args = _checked_and_cast(args, argnums, grad_dtype)
         (_, returned), scaled_grads = scaled_value_and_grad(*args, **kw)
-        _warn_of_float16(loss_of(returned, has_aux), loss_scale)
         return returned, scaled_grads
 
     return value_and_scaled_grad_fn
