@@ -176,19 +176,16 @@ def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
 
     `state` is what `init`, the inner optimizer's, made for the parameters in float32,
     which lack nothing. So `init` is called once more, for `params` in their own dtypes,
-    and the remainders are taken from what it returns: inside `optax.masked`, say, a
-    state has only some of the parameters, which it does not name.
+    and the `MasterWeightsState`s are taken from what it returns.
     """
     if not find_nodes(is_master_weights_state, state):
         return state
 
-    def with_remainder(for_float32, for_params):
-        if not is_master_weights_state(for_params):
-            return for_float32
-        return for_params._replace(inner_state=for_float32.inner_state)
+    def own_or_float32(for_params, for_float32):
+        return for_params if is_master_weights_state(for_params) else for_float32
 
     return jax.tree.map(
-        with_remainder, state, init(params), is_leaf=is_master_weights_state
+        own_or_float32, init(params), state, is_leaf=is_master_weights_state
     )
 
 
