@@ -4,7 +4,7 @@ A compiled step cannot raise an error: if gradients overflow at every loss scale
 skips every step. The state shows that, and `raise_if_stuck` reads it between steps.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -73,62 +73,41 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     loss_scale = get_loss_scale(state)
     wrapper = wrapper_state(state)
     _check_one_model(loss_scale, wrapper)
-    fault = _exhausted(loss_scale)
+    reason = None
+    remedy = _DIAGNOSE
+    if loss_scale.exhausted():
+        reason = (
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be "
+            "lowered"
+        )
+        if getattr(loss_scale, "min_scale", None) is not None:
+            remedy = f"{_DIAGNOSE}. {_LOWER_FLOOR}"
+    elif wrapper is not None:
+        reason = _too_many_skips(wrapper, max_consecutive_skips)
+        if wrapper.skip_rule is not None:
+            remedy = f"{_DIAGNOSE}. {_RESTART_RULE}"
+    if reason is None:
+        return
     in_a_row = ""
     if wrapper is not None:
-        fault = (
-            fault
-            or _skipped_by_rule(wrapper, max_consecutive_skips)
-            or _skipped_in_a_row(wrapper, max_consecutive_skips)
-        )
         in_a_row = f"Steps skipped in a row: {wrapper.consecutive_skipped_steps}. "
-    if fault:
-        raise LossScaleError(f"{fault.reason}. {in_a_row}{fault.remedy}")
+    raise LossScaleError(f"{reason}. {in_a_row}{remedy}")
 
 
-class _Fault(NamedTuple):
-    """Why training cannot go on, and what to do about it, as text for the error."""
-
-    reason: str
-    remedy: str
-
-
-def _exhausted(loss_scale: LossScale) -> _Fault | None:
-    """The fault, if the loss scale cannot be lowered; else None."""
-    if not loss_scale.exhausted():
-        return None
-    has_floor = getattr(loss_scale, "min_scale", None) is not None
-    return _Fault(
-        f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be "
-        "lowered",
-        f"{_DIAGNOSE}. {_LOWER_FLOOR}" if has_floor else _DIAGNOSE,
-    )
-
-
-def _skipped_by_rule(state: LossScaleState, most: int) -> _Fault | None:
-    """The fault, if the rule skips too many finite steps; else None."""
+def _too_many_skips(state: LossScaleState, most: int) -> str | None:
+    """Why more steps were skipped than may be; None if they were not."""
     rule = state.skip_rule
-    if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
-        return None
-    return _Fault(
-        f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
-        f"{rule.skipped_by_rule} steps in all. {_last_step(rule)}",
-        f"{_DIAGNOSE}. {_RESTART_RULE}",
-    )
-
-
-def _skipped_in_a_row(state: LossScaleState, most: int) -> _Fault | None:
-    """The fault, if too many steps were skipped in a row; else None."""
+    if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * most:
+        return (
+            f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
+            f"{rule.skipped_by_rule} steps in all. {_last_step(rule)}"
+        )
     if state.consecutive_skipped_steps <= most:
         return None
     reason = f"{_NOT_FINITE}; the loss scale is {state.loss_scale():g}"
-    rule = state.skip_rule
     if rule is None:
-        return _Fault(reason, _DIAGNOSE)
-    return _Fault(
-        f"{reason}. Or {type(rule).__name__} skipped the steps. {_last_step(rule)}",
-        f"{_DIAGNOSE}. {_RESTART_RULE}",
-    )
+        return reason
+    return f"{reason}. Or {type(rule).__name__} skipped the steps. {_last_step(rule)}"
 
 
 def _last_step(rule: SkipRule) -> str:
