@@ -22,7 +22,7 @@ from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.nesting import check_nesting
+from optax_lossscale._step.nesting import check_nothing_around, check_nothing_follows
 from optax_lossscale._step.state import check_no_stack, loss_scales_in
 
 LossScaleLike = (
@@ -112,8 +112,7 @@ def get_loss_scale(state: Any) -> LossScale:
       ValueError: if the state holds no loss scale, or more than one (`nnx` variables
         that two modules share count once).
       ValueError: if something is wrapped around `with_loss_scale` that belongs inside
-        it, such as `optax.MultiSteps`, or if something comes after
-        `with_master_weights`.
+        it, such as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -129,7 +128,7 @@ def get_loss_scale(state: Any) -> LossScale:
             f"expected exactly one loss scale in the state, found {len(loss_scales)} "
             f"in a {type(state).__name__}. {remedy}"
         )
-    check_nesting(state)
+    check_nothing_around(state)
     return without_variables(loss_scales[0])
 
 
@@ -161,6 +160,7 @@ def resolve(loss_scale: Any) -> LossScale:
             return get(loss_scale)
     if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
+    check_nothing_follows(loss_scale)
     of_state = get_loss_scale(loss_scale)
     check_no_stack(of_state.loss_scale)
     return of_state

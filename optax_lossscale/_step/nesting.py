@@ -50,8 +50,8 @@ def name_in_optax(state: Any) -> str | None:
     return cls.__name__ if cls.__module__.split(".")[0] == "optax" else None
 
 
-def check_nesting(state: Any) -> None:
-    """Raises if a transformation is around, or after, one that it does not go with."""
+def check_nothing_around(state: Any) -> None:
+    """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
     around = find_nodes(_is_around, state)
     if around:
         name, harm = _AROUND[type(around[0]).__name__]
@@ -60,7 +60,6 @@ def check_nesting(state: Any) -> None:
             "gradients are unscaled and finite, as in "
             f"with_loss_scale(optax.{name}(inner, …))"
         )
-    _check_nothing_follows(state)
 
 
 def _is_around(state: Any) -> bool:
@@ -68,7 +67,7 @@ def _is_around(state: Any) -> bool:
     return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
 
 
-def _check_nothing_follows(state: Any) -> None:
+def check_nothing_follows(state: Any) -> None:
     """Raises if another transformation changes the updates of `with_master_weights`.
 
     Then its `MasterWeightsState` is not the last in a chain, or is inside the state of
@@ -86,7 +85,7 @@ def _check_nothing_follows(state: Any) -> None:
         )
     else:
         for part in parts:
-            _check_nothing_follows(part)
+            check_nothing_follows(part)
         return
     raise ValueError(
         f"with_master_weights {fault} its updates: give it the whole optimizer, as in "

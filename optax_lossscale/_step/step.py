@@ -27,7 +27,7 @@ from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
 from optax_lossscale._step.missing_gradients import as_inner_sees
-from optax_lossscale._step.nesting import check_nesting
+from optax_lossscale._step.nesting import check_nothing_follows
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -80,7 +80,7 @@ class ScaledStep:
                 "its gradients divided by the loss scale twice: wrap the whole "
                 "optimizer, once"
             )
-        check_nesting(inner_state)
+        check_nothing_follows(inner_state)
         with_remainders = master_weights.with_remainders(
             inner_state, self.inner.init, params
         )

@@ -384,7 +384,6 @@ def test_followed_in_a_chain_it_is_refused(around, init):
     [
         lambda s: ols.value_and_scaled_grad(jnp.sum, s),
         lambda s: ols.scale_gradient(1.0, s),
-        ols.get_loss_scale,
     ],
 )
 def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_taken(
