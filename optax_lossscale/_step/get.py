@@ -5,7 +5,7 @@
 such as `value_and_scaled_grad`.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -154,7 +154,8 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        return _TracedLossScale().replace(loss_scale=loss_scale)
+        # No step is taken with it, so it does not matter how it would adapt.
+        return DynamicLossScale().replace(loss_scale=loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
             return get(loss_scale)
@@ -164,13 +165,3 @@ def resolve(loss_scale: Any) -> LossScale:
     of_state = get_loss_scale(loss_scale)
     check_no_stack(of_state.loss_scale)
     return of_state
-
-
-class _TracedLossScale(LossScale):
-    """A traced number as a loss scale, which never adapts.
-
-    Those who resolve a number multiply by the scale, and never take a step with it.
-    """
-
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        return self

@@ -1,8 +1,8 @@
 """What may not be around `with_loss_scale`, or after `with_master_weights`.
 
-The nesting of a state shows how its optimizer is put together. States of Optax's are
-known by the names of their classes: these are not imported, so that this package works
-with a version of Optax that has moved one of them.
+The nesting of a state shows how its optimizer is put together. The states of Optax's
+wrappers are known by the names of their classes, which are not imported: so this
+package works with a version of Optax that has moved one of them.
 """
 
 from collections import OrderedDict
