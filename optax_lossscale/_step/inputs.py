@@ -98,7 +98,7 @@ def prepare(
     if params is not None:
         _check_fit(grads, differentiated_params(params))
     if value is not None:
-        value = without_variables(value)  # of an `nnx` module
+        value = without_variables(value)  # which an `nnx` variable may hold
         check_scalar("value, the true loss,", value)
         value = jnp.asarray(value)
     kept = None if mask is None else kept_leaves(mask, grads)

@@ -75,13 +75,14 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         rule = wrapper.skip_rule
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
             scalars[name] = getattr(wrapper, name)
-    for part, tree in (("loss_scale", loss_scale), ("skip_rule", rule)):
-        for path, x in jax.tree.leaves_with_path(tree):
-            name = path_name(path)
-            is_the_scale = part == name == "loss_scale"  # which is there already
-            if name.startswith("_") or is_the_scale:
-                continue
-            scalars[f"{part}/{name}" if name in scalars else name] = x
+    parts = {"loss_scale": loss_scale, "skip_rule": rule}
+    for path, x in jax.tree.leaves_with_path(parts):
+        name = path_name(path[1:])
+        full_name = path_name(path)
+        is_the_scale = full_name == "loss_scale/loss_scale"  # which is there already
+        if name.startswith("_") or is_the_scale:
+            continue
+        scalars[full_name if name in scalars else name] = x
     return scalars
 
 
