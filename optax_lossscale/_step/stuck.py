@@ -44,8 +44,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is
         looked at.
-      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many over the whole run, and 1 more for every 20 steps applied.
+      max_consecutive_skips: how many steps in a row may be skipped. A skip rule has a
+        budget of as many skips, in a row or not; 20 applied steps give one back.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
