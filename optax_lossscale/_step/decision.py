@@ -128,7 +128,7 @@ def _adapt(
 
 
 def _adapts_to_flag(loss_scale: LossScale) -> bool:
-    """Whether a loss scale has the inherited `update`, which only checks and adjusts."""
+    """Whether a loss scale inherits `update`, which checks, and calls `adjust`."""
     return type(loss_scale).update is LossScale.update
 
 

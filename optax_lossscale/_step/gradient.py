@@ -37,8 +37,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     Return it from a loss function that other code differentiates:
     `nnx.value_and_grad`, `eqx.filter_value_and_grad`, or a trainer that calls
     `jax.grad` itself. The gradients come out scaled, as `with_loss_scale` expects them;
-    in forward mode, the tangent is scaled. Under `diagnose`, which tries loss scales of its
-    own, the gradient is not scaled.
+    in forward mode, the tangent is scaled. Under `diagnose`, which tries loss scales of
+    its own, the gradient is not scaled.
 
     Source: `optax.scale_gradient`, with a loss scale as the factor.
 

@@ -63,8 +63,8 @@ class StepInputs:
 
     def with_zeros_for_nonfinite(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in gradients and loss."""
-        # What replaces a number depends on that number alone, not on the result of the
-        # check. So XLA computes the norm of a clip inside in the same pass as the check.
+        # What replaces a number depends on that number alone, not on the check. So XLA
+        # computes the norm of a clip inside in the same pass as the check.
         numbers = (self.checked_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, numbers)
         return dataclasses.replace(self._with_checked(grads), value=value)

@@ -172,7 +172,7 @@ def with_master_weights(
 
 
 def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """An inner state whose `MasterWeightsState`s hold the remainders of 16-bit parameters.
+    """An inner state with the remainders of 16-bit parameters, where there are any.
 
     `state` is what `init`, the inner optimizer's, made for the parameters in float32,
     which lack nothing. So `init` is called once more, for `params` in their own dtypes,
@@ -259,7 +259,7 @@ def _rounded(
 
 
 def _remainder_of(param: Any) -> Any:
-    """The remainder of a parameter before the first step; `optax.MaskedNode()` if wide."""
+    """The remainder of a parameter at first; `optax.MaskedNode()` if it is wide."""
     if not is_narrow_leaf(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]

@@ -61,7 +61,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     """
     loss_scale = get_loss_scale(state)
     wrapper = wrapper_state(state)
-    # `testing` sets it, so that metrics do not count as outputs that depend on the scale.
+    # `testing` sets it, so that metrics are no outputs that depend on the scale.
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)

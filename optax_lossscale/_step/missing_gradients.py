@@ -33,7 +33,7 @@ class MissingGradients:
     def map_updates(
         self, function: Callable[[Any, Any], Any], params: Any, updates: Any
     ) -> Any:
-        """`function(param, update)` of each parameter; the update is None if missing."""
+        """`function(param, update)` of each parameter, with None for a missing update."""
         # In `optax.lookahead`'s pair of parameter trees, the fast and the slow one, a
         # path begins with one key more than that of the gradient.
         is_pair = isinstance(params, optax.LookaheadParams)

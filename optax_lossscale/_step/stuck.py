@@ -77,8 +77,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     remedy = _DIAGNOSE
     if loss_scale.exhausted():
         reason = (
-            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be "
-            "lowered"
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
+            "be lowered"
         )
         if getattr(loss_scale, "min_scale", None) is not None:
             remedy = f"{_DIAGNOSE}. {_LOWER_FLOOR}"

@@ -199,8 +199,8 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         "the order of the arguments is minimize(loss_fn, state, params, …), got "
         f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
         "loss that it returned; the state is the one that tx.init(params) or the last "
-        "step returned, not the optimizer or train state around it. An optimizer around "
-        "this one takes the step itself: an nnx.Optimizer by optimizer.update(model, "
+        "step returned, not the optimizer or train state around it. An optimizer "
+        "around this one takes the step itself: an nnx.Optimizer by optimizer.update(model, "
         "scaled_grads, value=loss), with the gradients of scale_gradient(loss, "
         "optimizer)"
     )
