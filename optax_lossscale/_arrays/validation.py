@@ -12,6 +12,7 @@ step is traced, and read no traced number.
 
 import contextlib
 import inspect
+import math
 import reprlib
 import textwrap
 import traceback
@@ -31,6 +32,7 @@ from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
+ABOVE_ZERO = math.ulp(0.0)  # the smallest positive float
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 LARGEST_INT = int(np.iinfo(np.int32).max)
 _LIBRARIES = ("optax_lossscale", "jax")  # whose frames no warning names
@@ -100,11 +102,9 @@ def python_number(value: Any) -> int | float | None:
 
     None for anything else, bools and traced arrays included.
     """
-    if isinstance(value, jax.core.Tracer):
-        return None
-    has_item = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if has_item and value.shape == ():
-        value = jax.device_get(value).item()
+    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    if is_array and value.shape == () and not is_traced(value):
+        value = value.item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
 
@@ -117,27 +117,17 @@ def is_real(value: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def number_that(
-    name: str, value: Any, *, allowed: str, holds: Callable[[float], bool]
+def number_between(
+    name: str, value: Any, *, least: float, most: float, allowed: str | None = None
 ) -> float:
-    """Checks that `holds` is true of a number; returns it as a Python float.
+    """Checks that a number is at least `least` and at most `most`; returns a float.
 
     `allowed` says so in words, for the error.
     """
     x = python_number(value)
-    if x is None or not holds(x):
-        refuse(name, value, allowed)
+    if x is None or not least <= x <= most:
+        refuse(name, value, allowed or f"a number between {least:.8g} and {most:.8g}")
     return float(x)
-
-
-def number_between(name: str, value: Any, *, least: float, most: float) -> float:
-    """Checks that a number is at least `least` and at most `most`; returns a float."""
-    return number_that(
-        name,
-        value,
-        allowed=f"a number between {least:.8g} and {most:.8g}",
-        holds=lambda x: least <= x <= most,
-    )
 
 
 def int_between(name: str, value: Any, *, least: int, most: int) -> int:
@@ -152,24 +142,16 @@ count = partial(int_between, least=0, most=LARGEST_INT)
 positive_int = partial(int_between, least=1, most=LARGEST_INT)
 scale = partial(number_between, least=SMALLEST, most=LARGEST)
 finite = partial(
-    number_that,
-    allowed="a finite number",
-    holds=lambda x: abs(x) <= LARGEST,
+    number_between, least=-LARGEST, most=LARGEST, allowed="a finite number"
 )
 positive = partial(
-    number_that,
-    allowed="a positive number",
-    holds=lambda x: 0 < x <= LARGEST,
+    number_between, least=ABOVE_ZERO, most=LARGEST, allowed="a positive number"
 )
 growth_factor = partial(
-    number_that,
-    allowed=f"a number from 1 to {LARGEST:.4g}",
-    holds=lambda x: 1 <= x <= LARGEST,
+    number_between, least=1, most=LARGEST, allowed=f"a number from 1 to {LARGEST:.4g}"
 )
 backoff_factor = partial(
-    number_that,
-    allowed="a number in (0, 1]",
-    holds=lambda x: 0 < x <= 1,
+    number_between, least=ABOVE_ZERO, most=1, allowed="a number in (0, 1]"
 )
 
 
@@ -185,12 +167,10 @@ def check_bounds(
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if is_low or is_high:
-        least = "0"
-        most = "infinity"
-        if min_scale is not None:
-            least = f"{user_name('min_scale')}={min_scale!r}"
-        if max_scale is not None:
-            most = f"{user_name('max_scale')}={max_scale!r}"
+        floor = f"{user_name('min_scale')}={min_scale!r}"
+        cap = f"{user_name('max_scale')}={max_scale!r}"
+        least = "0" if min_scale is None else floor
+        most = "infinity" if max_scale is None else cap
         refuse("initial_scale", initial_scale, f"between {least} and {most}")
 
 

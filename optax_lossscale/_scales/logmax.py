@@ -70,9 +70,10 @@ class LogMaxLossScale(LossScale):
     max_scale: float = checked(validation.scale, default=2.0**24)
     # The square of 2**log_max has to be finite in float32.
     log_max: float = checked(
-        validation.number_that,
+        validation.number_between,
+        least=-validation.LARGEST,
+        most=60,
         allowed="a number of at most 60",
-        holds=lambda x: -validation.LARGEST <= x <= 60,
         default=16.0,
     )
     beta1: float = checked(_decay, default=0.99)

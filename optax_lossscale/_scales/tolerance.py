@@ -74,9 +74,10 @@ class ToleranceLossScale(LossScale):
     growth_interval: int = checked(validation.positive_int, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(
-        validation.number_that,
+        validation.number_between,
+        least=0,
+        most=1,
         allowed="a number in [0, 1]",
-        holds=lambda x: 0 <= x <= 1,
         default=0.0,
     )
     threshold: float | None = checked(validation.scale_or_none, default=None)

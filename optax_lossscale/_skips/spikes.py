@@ -29,9 +29,10 @@ _COMMON_SHARE = 20
 _UNKNOWN = 1e3
 
 _positive = partial(
-    validation.number_that,
+    validation.number_between,
+    least=validation.ABOVE_ZERO,
+    most=1e6,
     allowed="above 0 and at most 1e6",
-    holds=lambda x: 0 < x <= 1e6,
 )
 
 

@@ -69,9 +69,10 @@ class MovingAverageSkipRule(SkipRule):
     )
     min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
-        validation.number_that,
+        validation.number_between,
+        least=validation.ABOVE_ZERO,
+        most=validation.BELOW_ONE,
         allowed="in (0, 1) as a float32, such as 0.99",
-        holds=lambda x: 0 < x <= validation.BELOW_ONE,
     )
     count: jax.Array = state_field(0)  # shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
