@@ -99,7 +99,8 @@ class Stateful(abc.ABC):
     _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
-    _checks: ClassVar[dict[str, validation.Check]] = {}
+    _checks: ClassVar[dict[str, validation.Check]] = {}  # of configuration
+    _state_checks: ClassVar[dict[str, validation.Check]] = {}
     _classes: ClassVar[list[type[Self]]] = []  # all subclasses, as they were defined
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -109,7 +110,7 @@ class Stateful(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any):
         """Makes a subclass a frozen dataclass, and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
@@ -136,7 +137,12 @@ class Stateful(abc.ABC):
 
     def __hash__(self) -> int:
         # The state is left out, as arrays and tracers have no hash.
-        return hash((type(self), self._values(self._static_names)))
+        return hash((type(self), self._configuration()))
+
+    def __repr__(self) -> str:
+        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
+        values = [f"{name}={getattr(self, name)!r}" for name in names]
+        return f"{type(self).__name__}({', '.join(values)})"
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance that is being made, although it is frozen."""
@@ -154,6 +160,8 @@ class Stateful(abc.ABC):
 
         Raises:
           TypeError: for a name that is no state field.
+          ValueError: for a `loss_scale` that is a Python number, but not a positive,
+            normal float32.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -162,6 +170,12 @@ class Stateful(abc.ABC):
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
                 f"fields are {known}. For another configuration, construct a new one."
             )
+        for name, check in self._state_checks.items():
+            value = state.get(name)
+            if isinstance(
+                value, (int, float)
+            ):  # to check an array, it would wait for it
+                check(name, value)
         arrays = {
             name: jnp.asarray(value, dtype_of(getattr(self, name)))
             for name, value in state.items()
@@ -218,24 +232,21 @@ class Stateful(abc.ABC):
             f"are {names}. Import the module that defines yours first"
         )
 
-    def _values(self, names: list[str]) -> tuple[Any, ...]:
-        """The values of the named fields, as a tuple."""
-        return tuple(getattr(self, name) for name in names)
+    def _configuration(self) -> tuple[tuple[str, Any], ...]:
+        """The names and values of the fields that are static."""
+        return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
         """The state as leaves with keys, and the configuration as static data."""
-        keys = map(GetAttrKey, self._state_names)
-        state = self._values(self._state_names)
-        static = self._values(self._static_names)
-        return list(zip(keys, state, strict=True)), static
+        state = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
+        return state, self._configuration()
 
     @classmethod
-    def _unflatten(cls, static: Any, state: Any) -> Self:
+    def _unflatten(cls, configuration: Any, state: Any) -> Self:
         """An instance with these leaves, unchecked: JAX also passes placeholders."""
         self = cls.__new__(cls)  # as `__init__` would set the initial state
-        names = cls._static_names + cls._state_names
-        values = (*static, *state)
-        self._set(**dict(zip(names, values, strict=True)))
+        self._set(**dict(configuration))
+        self._set(**dict(zip(cls._state_names, state, strict=True)))
         return self
 
 
@@ -245,17 +256,14 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
     That is an instance with its configuration, and with state of the same shapes.
     """
     is_of_its_structure = jax.tree.structure(new) == jax.tree.structure(old)
-    if not is_of_its_structure or _shapes(new) != _shapes(old):
+    shapes = [np.shape(x) for x in jax.tree.leaves(new)]
+    old_shapes = [np.shape(x) for x in jax.tree.leaves(old)]
+    if not is_of_its_structure or shapes != old_shapes:
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
             f"{method}. Got {validation.shown(new)}"
         )
-
-
-def _shapes(stateful: Any) -> list[tuple[int, ...]]:
-    """The shapes of a tree's leaves."""
-    return [np.shape(x) for x in jax.tree.leaves(stateful)]
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:

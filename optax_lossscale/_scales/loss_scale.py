@@ -19,7 +19,7 @@ overrides `update`, too.
 
 import abc
 import functools
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ class LossScale(Stateful):
     """
 
     _kind = "loss scale"
+    _state_checks: ClassVar = {"loss_scale": validation.scale}
     initial_scale: float = checked(validation.scale, default=2.0**15)
     loss_scale: jax.Array = state_field()
 
@@ -79,26 +80,6 @@ class LossScale(Stateful):
     def __call__(self) -> jax.Array:
         """Returns the current loss scale: float32, shape ()."""
         return jnp.asarray(self.loss_scale, jnp.float32)
-
-    def replace(self, **state: ArrayLike) -> Self:
-        """A copy with new values of the named state fields, in the dtypes they had.
-
-        Args:
-          **state: the values by the names of the fields: numbers and arrays, which may
-            be traced.
-
-        Returns:
-          The copy, in which all else is as it was.
-
-        Raises:
-          TypeError: for a name that is no state field.
-          ValueError: for a `loss_scale` that is a Python number, but not a positive,
-            normal float32.
-        """
-        scale = state.get("loss_scale")
-        if isinstance(scale, (int, float)):  # to check an array, it would wait for it
-            validation.scale("loss_scale", scale)
-        return super().replace(**state)
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
