@@ -13,7 +13,7 @@ gradients are all zero counts as finite; if most steps are like that,
 check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,15 +57,6 @@ def _in_float32(name: str, factor: float) -> float:
 def _growth_factor(name: str, factor: float) -> float:
     """A growth factor rounded to float32, and at least 1 after rounding."""
     return validation.growth_factor(name, _in_float32(name, factor))
-
-
-def _reciprocal(factor: float) -> float:
-    """`1 / factor` rounded to float32, by which JMP and MPX back off.
-
-    They divide by the factor, and XLA compiles a division by a constant to a
-    multiplication by its reciprocal.
-    """
-    return float(np.float32(1 / factor))
 
 
 def tensorflow_dynamic(
@@ -342,12 +333,10 @@ def jmp(
         period="growth_interval",
         min_loss_scale="min_scale",
     ):
-        growth_factor = _growth_factor("factor", factor)
-        return DynamicLossScale(
+        return _of_one_factor(
+            factor,
             initial_scale=loss_scale,
             growth_interval=period,
-            growth_factor=growth_factor,
-            backoff_factor=_reciprocal(growth_factor),
             min_scale=min_loss_scale,
             initial_growth_counter=counter,
         )
@@ -383,16 +372,28 @@ def mpx(
         period="growth_interval",
         min_loss_scaling="min_scale",
     ):
-        growth_factor = _growth_factor("factor", factor)
-        return DynamicLossScale(
+        return _of_one_factor(
+            factor,
             initial_scale=loss_scaling,
             growth_interval=period,
-            growth_factor=growth_factor,
-            backoff_factor=_reciprocal(growth_factor),
             min_scale=min_loss_scaling,
             max_scale=65504.0,
             initial_growth_counter=counter,
         )
+
+
+def _of_one_factor(factor: float, **configuration: Any) -> DynamicLossScale:
+    """The loss scale of JMP and MPX, which multiply by a factor and divide by it.
+
+    XLA compiles their division to a multiplication by the reciprocal in float32.
+    """
+    growth_factor = _growth_factor("factor", factor)
+    reciprocal = np.float32(1 / growth_factor)
+    return DynamicLossScale(
+        growth_factor=growth_factor,
+        backoff_factor=float(reciprocal),
+        **configuration,
+    )
 
 
 def megatron(

@@ -6,12 +6,11 @@ So the two numbers that some loss scales and skip rules measure, the largest gra
 and the global norm, are computed in the same pass.
 
 `_reduce_tree` takes the floating-point and complex leaves of a tree, all others being
-finite, and puts leaves of one type into groups. What is computed of them is said by a
-function of each number and an operation that combines two results: the norm squares and
-adds. The leaves of a group are combined elementwise (`_joined`), and the array that
-results is reduced to one number. `_reduced` leaves it to XLA's compiler to compute two
-measures in one pass. The compiler for CPUs does not, so there `_reduced_and_checked`
-takes their place.
+finite, and puts leaves of one type into groups. What is computed of them is a
+`_Measure`, such as the sum of squares. The leaves of a group are combined elementwise
+(`_joined`), and the array that results is reduced to one number. `_reduced` does so in
+the obvious way, and XLA's compilers for GPU and TPU compute several measures in one
+pass. The compiler for CPUs does not, so there `_reduced_and_checked` takes its place.
 
 Under `jit` alone, arrays are global, and the compiler inserts what communication a
 reduction needs. Under `pmap` and `shard_map`, the check sees the numbers of one
@@ -21,7 +20,7 @@ replica, and the results of all replicas are reduced to one by `across`.
 import collections
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,21 @@ from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_le
 
 AxisName = Hashable  # the name of a mapped axis, or a tuple of such names
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
+
+
+class _Measure(NamedTuple):
+    """What is computed of each number, and how the results of all become one.
+
+    Attributes:
+      function: from a leaf to an array of its shape.
+      operation: from two results to one.
+      initial: what `operation` combines with a result to the result itself.
+    """
+
+    function: Callable
+    operation: Callable
+    initial: np.generic
+
 
 # How many numbers are summed one after the other on CPU, at most
 _LONGEST_ROW = 2**16
@@ -132,15 +146,12 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     return groups
 
 
-def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax.Array]:
-    """One array for each group: `function` of every leaf, combined by `operation`.
-
-    Both work elementwise, so the array has the shape of the leaves.
-    """
+def _joined(groups: Groups, measure: _Measure) -> list[jax.Array]:
+    """One array for each group: the results of its leaves, combined elementwise."""
     arrays = []
     for leaves in groups:
-        results = map(function, leaves)
-        joined = functools.reduce(operation, results)
+        results = map(measure.function, leaves)
+        joined = functools.reduce(measure.operation, results)
         arrays.append(joined)
     return arrays
 
@@ -154,30 +165,27 @@ def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax
 
 def _all_finite(groups: Groups) -> jax.Array:
     """Whether all numbers are finite; bool, shape ()."""
-    return _reduced(groups, lax.is_finite, lax.bitwise_and, np.True_)
+    return _reduced(groups, _FLAGS)
 
 
 def _largest(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
-    return _reduced(groups, _magnitude, lax.max, np.float32(0))
+    return _reduced(groups, _MAGNITUDES)
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
-    sum_of_squares = _reduced(groups, _square, lax.add, np.float32(0))
-    return sum_of_squares, _all_finite(groups)
+    return _reduced(groups, _SQUARES), _reduced(groups, _FLAGS)
 
 
-def _reduced(
-    groups: Groups, function: Callable, operation: Callable, initial: np.generic
-) -> jax.Array:
-    """`function` of all numbers, combined by `operation` to one; shape ().
-
-    `operation` leaves a result as it is if the other operand is `initial`.
-    """
-    arrays = _joined(groups, function, operation)
-    of_each = [lax.reduce(x, initial, operation, range(x.ndim)) for x in arrays]
-    return lax.reduce(jnp.stack(of_each), initial, operation, [0])
+def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
+    """A measure of all numbers, by way of one result for each group; shape ()."""
+    _, operation, initial = measure
+    results = []
+    for x in _joined(groups, measure):
+        result = lax.reduce(x, initial, operation, range(x.ndim))
+        results.append(result)
+    return lax.reduce(jnp.stack(results), initial, operation, [0])
 
 
 # --- on CPU ---
@@ -193,13 +201,13 @@ def _reduced(
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all numbers are finite; bool, shape ()."""
-    zero, finite = _reduced_and_checked(groups, _zero_if_finite, lax.add)
+    zero, finite = _reduced_and_checked(groups, _ZEROS)
     return finite & (zero == 0)  # uses the dummy, so that no compiler removes it
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
-    maximum, finite = _reduced_and_checked(groups, _magnitude, lax.max)
+    maximum, finite = _reduced_and_checked(groups, _MAGNITUDES)
     return jnp.where(finite, maximum, jnp.inf)  # uses the flag for the same reason
 
 
@@ -207,28 +215,28 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
     # The reduction adds one number after the other, and a float32 sum that has reached
     # 2**24 does not grow by adding 1. So large leaves are summed row by row.
-    rows = [list(map(_in_rows, leaves)) for leaves in groups]
-    return _reduced_and_checked(rows, _square, lax.add, first_axis=1)
+    in_rows = [list(map(_in_rows, leaves)) for leaves in groups]
+    return _reduced_and_checked(in_rows, _SQUARES, first_axis=1)
 
 
 def _reduced_and_checked(
-    groups: Groups, function: Callable, operation: Callable, first_axis: int = 0
+    groups: Groups, measure: _Measure, first_axis: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """`_reduced` from 0, and in the same pass whether all numbers are finite.
+    """A measure of all numbers, and whether all are finite; both of shape ().
 
-    The axes of each array from `first_axis` on are reduced in this pass, and what is
-    left is reduced after it. Both results have shape ().
+    The axes of each leaf from `first_axis` on are reduced in one pass, and what is left
+    of all leaves after it.
     """
-    zero = np.float32(0)
+    _, operation, initial = measure
+    arrays = _joined(groups, measure)
+    # Flags combined by `and` would not be vectorized, as sums of zeros and NaNs are.
+    sums = _joined(groups, _ZEROS)
     results = []
     flags = []
-    arrays = _joined(groups, function, operation)
-    # Flags combined by `and` would not be vectorized, as this sum of zeros or NaNs is.
-    sums = _joined(groups, _zero_if_finite, lax.add)
-    for x, numbers in zip(arrays, sums, strict=True):
+    for x, zeros in zip(arrays, sums, strict=True):
         result, flag = lax.reduce(
-            (x, lax.is_finite(numbers)),
-            (zero, np.True_),
+            (x, lax.is_finite(zeros)),
+            (initial, np.True_),
             _beside_and(operation),
             range(first_axis, x.ndim),
         )
@@ -236,10 +244,10 @@ def _reduced_and_checked(
         flags.append(flag.reshape(-1))
     # Without the barrier, these would be fused with what is computed from them, to a
     # kernel with an argument for every leaf, which compiles in quadratic time.
-    all_results = jnp.concatenate(results)
-    all_flags = jnp.concatenate(flags)
-    all_results, all_flags = lax.optimization_barrier((all_results, all_flags))
-    return lax.reduce(all_results, zero, operation, [0]), all_flags.all()
+    vectors = (jnp.concatenate(results), jnp.concatenate(flags))
+    all_results, all_flags = lax.optimization_barrier(vectors)
+    result = lax.reduce(all_results, initial, operation, [0])
+    return result, all_flags.all()
 
 
 @functools.cache  # JAX traces the function returned only once if it is the same one
@@ -263,7 +271,7 @@ def _in_rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, longest)
 
 
-# --- numbers ---
+# --- measures ---
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -290,6 +298,12 @@ def _zero_if_finite(x: jax.Array) -> jax.Array:
     wide = at_least_float32(x)
     difference = lax.sub(wide, wide)
     return difference.astype(jnp.float32)
+
+
+_FLAGS = _Measure(lax.is_finite, lax.bitwise_and, np.True_)
+_MAGNITUDES = _Measure(_magnitude, lax.max, np.float32(0))
+_SQUARES = _Measure(_square, lax.add, np.float32(0))
+_ZEROS = _Measure(_zero_if_finite, lax.add, np.float32(0))
 
 
 # --- over replicas ---

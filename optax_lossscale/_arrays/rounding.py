@@ -29,6 +29,7 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 _HALF = np.uint32(0x8000)
 _UPPER = np.uint32(0xFFFF0000)
 _UNSIGNED = np.uint32(0x7FFFFFFF)
+_UNSIGNED_FLOAT16 = np.uint16(0x7FFF)
 _SMALLEST = np.uint32(0x00010000)  # the bits of the smallest positive bfloat16 number
 _INFINITE = np.uint32(0x7F800000)
 
@@ -80,15 +81,14 @@ def narrow_dtype(rest: Any) -> np.dtype:
 
 def _or_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
     """`number` where `rounded` is still its rounding to float16, else `rounded`."""
-    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. The
-    # bits are compared, not the values, as a compiler may leave out the rounding of a
-    # value that is only compared.
-    is_zero = rounded == 0
-    number_unsigned = jnp.where(is_zero, jnp.abs(number), number)
-    rounded_unsigned = jnp.where(is_zero, 0, rounded)
-    own_bits = _float16_bits(number_unsigned)
-    bits = _float16_bits(rounded_unsigned)
-    return jnp.where(own_bits == bits, number, rounded)
+    # The bits are compared, not the values, as a compiler may leave out the rounding of
+    # a value that is only compared. But adding an update turns -0.0 into 0.0, so the
+    # sign of a zero does not count.
+    own_bits = _float16_bits(number)
+    bits = _float16_bits(rounded)
+    are_zeros = (own_bits | bits) & _UNSIGNED_FLOAT16 == 0
+    is_its_rounding = (own_bits == bits) | are_zeros
+    return jnp.where(is_its_rounding, number, rounded)
 
 
 def _float16_bits(number: jax.Array) -> jax.Array:
