@@ -1,10 +1,11 @@
-"""The loss scalers of other systems, under their original names and argument names.
+"""The loss scalers of other systems, with their original argument names.
 
-Each function takes those arguments of the original that concern the loss scale, with
-their defaults, and returns a loss scale that adapts as the original does: value for
-value in float32, except for LogMax, which is tested to within 1%. One thing differs: a
-scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is. An
-argument that is not allowed raises a `ValueError`.
+Each function is named after a system. It takes those arguments of the original that
+concern the loss scale, with their defaults, and returns a loss scale that adapts as the
+original does: value for value in float32, except for LogMax, which is tested to within
+1%. In all presets one thing differs: a scale that would leave float32's normal range,
+1.18e-38 to 3.4e38, stays as it is. Where a preset differs in more, it says so. An
+argument that is not allowed raises a `ValueError`, unless the original ignores it.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
 gradients are all zero counts as finite; if most steps are like that,
@@ -49,14 +50,17 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _in_float32(name: str, factor: float) -> float:
-    """A factor rounded to float32, for an original that computes in float32."""
-    return float(np.float32(validation.finite(name, factor)))
+# Some originals compute in float32, so their factors are rounded to it.
 
 
 def _growth_factor(name: str, factor: float) -> float:
-    """A growth factor rounded to float32, and at least 1 after rounding."""
-    return validation.growth_factor(name, _in_float32(name, factor))
+    """A growth factor rounded to float32."""
+    return float(np.float32(validation.growth_factor(name, factor)))
+
+
+def _backoff_factor(name: str, factor: float) -> float:
+    """A back-off factor rounded to float32."""
+    return float(np.float32(validation.backoff_factor(name, factor)))
 
 
 def tensorflow_dynamic(
@@ -118,6 +122,7 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       128.0 False
     """
     with user_names(loss_scale="initial_scale"):
+        # With factors of 1, as `FixedLossScale` checks nothing
         return DynamicLossScale(
             initial_scale=loss_scale,
             growth_factor=1.0,
@@ -160,8 +165,8 @@ def tensorflow_contrib_exponential(
         return DynamicLossScale(
             initial_scale=init_loss_scale,
             growth_interval=incr_every_n_steps,
-            growth_factor=_in_float32("incr_ratio", incr_ratio),
-            backoff_factor=_in_float32("decr_ratio", decr_ratio),
+            growth_factor=_growth_factor("incr_ratio", incr_ratio),
+            backoff_factor=_backoff_factor("decr_ratio", decr_ratio),
             hysteresis=decr_every_n_nan_or_inf,
             hysteresis_refill="rescale",
         )
@@ -294,8 +299,8 @@ def flax(
         )
         return DynamicLossScale(
             initial_scale=scale,
-            growth_factor=_in_float32("growth_factor", growth_factor),
-            backoff_factor=_in_float32("backoff_factor", backoff_factor),
+            growth_factor=_growth_factor("growth_factor", growth_factor),
+            backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
             growth_interval=finite_steps + 1,
             initial_growth_counter=fin_steps,
             min_scale=minimum_scale,
@@ -426,8 +431,8 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_in_float32("growth_factor", growth_factor),
-        backoff_factor=_in_float32("backoff_factor", backoff_factor),
+        growth_factor=_growth_factor("growth_factor", growth_factor),
+        backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
@@ -535,7 +540,7 @@ def openseq2seq_logmax(
     Args:
       scale_min: the floor.
       scale_max: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the original; at
         most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
@@ -547,9 +552,9 @@ def openseq2seq_logmax(
       1.0
     """
     with user_names(scale_min="min_scale", scale_max="max_scale"):
-        most = validation.scale("max_scale", scale_max)
+        most = validation.scale("scale_max", scale_max)
         least = validation.number_between(
-            "min_scale", scale_min, least=validation.SMALLEST, most=most
+            "scale_min", scale_min, least=validation.SMALLEST, most=most
         )
         return LogMaxLossScale(
             initial_scale=min(max(1.0, least), most),

@@ -1,8 +1,8 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
 Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
-`spikes` is the rule to use. The others are the rules of other systems, under their
-original names and argument names. They decide about finite steps as the originals do.
+`spikes` is the rule to use. The others are the rules of other systems, named after them
+and with the original argument names. They decide about finite steps as the originals do.
 Unlike most originals, they learn nothing from a non-finite step, which is skipped
 anyway.
 
@@ -52,8 +52,8 @@ def spikes(
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly
-    moves. A norm that several of these steps reached, 3 or 1 in 20, is usual, too. The
-    same holds for the loss, if it is passed to the step as `value`. The rule::
+    moves. A norm that at least 3 of them reached, or 1 in 20 if that is more, is usual,
+    too. The same holds for the loss, if it is passed to the step as `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -192,7 +192,7 @@ def axlearn(
         `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`, whose threshold
         follows the norms.
       grad_norm_ema_decay: the decay of the moving averages that such a threshold needs,
-        in (0, 1).
+        in (0, 1); ignored if `drop_norm` is a number.
 
     Example:
       >>> from optax_lossscale import skips

@@ -8,7 +8,7 @@ and the global norm, are computed in the same pass.
 `_reduce_tree` takes the floating-point and complex leaves of a tree, all others being
 finite, and puts leaves of one type into groups. What is computed of them is a
 `_Measure`, such as the sum of squares. The leaves of a group are combined elementwise
-(`_joined`), and the array that results is reduced to one number. `_reduced` does so in
+(`_combined_leaves`), and the array that results is reduced to one number. `_reduced` does so in
 the obvious way, and XLA's compilers for GPU and TPU compute several measures in one
 pass. The compiler for CPUs does not, so there `_reduced_and_checked` takes its place.
 
@@ -88,10 +88,12 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
     The norm is float32, as is the sum of squares under its root. So from 2**64 on it is
-    infinite, though all numbers may be finite. Below about 1e-19 it may be 0, as CPUs
-    flush subnormal squares to zero.
+    infinite, though all numbers may be finite. CPUs flush the squares of numbers below
+    about 1e-19 to zero, so the norm of many such numbers is 0.
     """
-    sum_of_squares, finite = _reduce_tree(tree, _squares_on_cpu, _squares)
+    sum_of_squares, finite = _reduce_tree(
+        tree, _squares_and_flags_on_cpu, _squares_and_flags
+    )
     return jnp.sqrt(sum_of_squares), finite
 
 
@@ -101,13 +103,8 @@ def _reduce_tree(
     """Reduces groups of a tree's leaves in the way that suits the platform.
 
     Both functions take groups and return the same. Which one runs is chosen when the
-    program is lowered.
-
-    If any leaf is known to lie on several devices, all platforms take `reduction`, with
-    a group for each leaf. If leaves are partitioned and that is not known, the result
-    is the same, but devices exchange more. On CPU they exchange results for each leaf.
-    And they exchange whole leaves where a group holds leaves that are partitioned along
-    different axes, or where the norm cuts leaves into rows.
+    program is lowered. But if any leaf is known to lie on several devices, all
+    platforms take `reduction`, with a group for each leaf.
     """
     leaves = _real_leaves(tree)
     if any(map(is_on_several_devices, leaves)):
@@ -146,7 +143,7 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     return groups
 
 
-def _joined(groups: Groups, measure: _Measure) -> list[jax.Array]:
+def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
     """One array for each group: the results of its leaves, combined elementwise."""
     arrays = []
     for leaves in groups:
@@ -156,7 +153,7 @@ def _joined(groups: Groups, measure: _Measure) -> list[jax.Array]:
     return arrays
 
 
-# --- by default ---
+# --- on GPU and TPU, and of arrays on several devices ---
 #
 # XLA computes several reductions of the same numbers in one pass. If leaves are
 # partitioned, their groups are single leaves, and a reduction takes one all-reduce, of
@@ -173,7 +170,7 @@ def _largest(groups: Groups) -> jax.Array:
     return _reduced(groups, _MAGNITUDES)
 
 
-def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
+def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
     return _reduced(groups, _SQUARES), _reduced(groups, _FLAGS)
 
@@ -182,7 +179,7 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
     """A measure of all numbers, by way of one result for each group; shape ()."""
     _, operation, initial = measure
     results = []
-    for x in _joined(groups, measure):
+    for x in _combined_leaves(groups, measure):
         result = lax.reduce(x, initial, operation, range(x.ndim))
         results.append(result)
     return lax.reduce(jnp.stack(results), initial, operation, [0])
@@ -194,9 +191,13 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 # leaf's size. A reduction with two outputs becomes a single pass at the speed of
 # memory, in every dtype and with the unscaling fused into it. So `_reduced_and_checked`
 # reduces the flags of finiteness beside whatever else is computed. The check alone
-# needs one output, so it adds a dummy, a sum of zeros. Of partitioned leaves, XLA makes
-# no all-reduce for two outputs, but gathers the results of all devices for each leaf:
-# hence the other reductions for these.
+# needs one output, so it adds a dummy, a sum of zeros.
+#
+# Of partitioned leaves, XLA makes no all-reduce for two outputs: hence the other
+# reductions for these. If leaves are not known to be partitioned, the result is the
+# same, but devices exchange more: the results for each leaf, and whole leaves where a
+# group holds leaves that are partitioned along different axes, or where the norm cuts
+# leaves into rows.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
@@ -211,7 +212,7 @@ def _largest_on_cpu(groups: Groups) -> jax.Array:
     return jnp.where(finite, maximum, jnp.inf)  # uses the flag for the same reason
 
 
-def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
+def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
     # The reduction adds one number after the other, and a float32 sum that has reached
     # 2**24 does not grow by adding 1. So large leaves are summed row by row.
@@ -228,16 +229,16 @@ def _reduced_and_checked(
     of all leaves after it.
     """
     _, operation, initial = measure
-    arrays = _joined(groups, measure)
+    arrays = _combined_leaves(groups, measure)
     # Flags combined by `and` would not be vectorized, as sums of zeros and NaNs are.
-    sums = _joined(groups, _ZEROS)
+    sums = _combined_leaves(groups, _ZEROS)
     results = []
     flags = []
     for x, zeros in zip(arrays, sums, strict=True):
         result, flag = lax.reduce(
             (x, lax.is_finite(zeros)),
             (initial, np.True_),
-            _beside_and(operation),
+            _with_flag(operation),
             range(first_axis, x.ndim),
         )
         results.append(result.reshape(-1))
@@ -251,7 +252,7 @@ def _reduced_and_checked(
 
 
 @functools.cache  # JAX traces the function returned only once if it is the same one
-def _beside_and(operation: Callable) -> Callable:
+def _with_flag(operation: Callable) -> Callable:
     """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
 
     def on_pairs(so_far, new):

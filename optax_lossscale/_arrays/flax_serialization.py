@@ -22,8 +22,8 @@ def register_with_flax(cls: Any) -> None:
 
     Flax treats an unknown type as a leaf, and restores whatever was saved in its place.
     As Flax may be imported after the class was defined, this is called whenever an
-    instance is made, as at each step. So a program has to import Flax before the step
-    that makes the state it saves.
+    instance is made, as at each step. So Flax must be imported before the step whose
+    state is saved.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)

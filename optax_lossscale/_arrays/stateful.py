@@ -59,9 +59,9 @@ def state_field(
     metadata = {"is_state": True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    # The value is NumPy's: strongly typed, impossible to donate, and here not to be
-    # written to, so that all instances can share it. And to make a JAX array would
-    # start a backend, which must not happen before `jax.distributed.initialize`.
+    # A read-only NumPy value is strongly typed and cannot be donated, so all instances
+    # can share it. And to make a JAX array would start a backend, which must not happen
+    # before `jax.distributed.initialize`.
     dtype = _DTYPE_OF_PYTHON_NUMBER.get(type(default))
     array = np.array(default, dtype)
     array = array.astype(dtype_of(array))
@@ -130,9 +130,9 @@ class Stateful(abc.ABC):
         self._set(**checked_values)
 
     def __eq__(self, other: object) -> bool:
-        validation.check_concrete("==", (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
+        validation.check_concrete("==", (self, other))
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))
 
     def __hash__(self) -> int:
@@ -168,13 +168,11 @@ class Stateful(abc.ABC):
             known = ", ".join(self._state_names) or "none"
             raise TypeError(
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
-                f"fields are {known}. For another configuration, construct a new one."
+                f"fields are {known}. For another configuration, construct a new one"
             )
         for name, check in self._state_checks.items():
             value = state.get(name)
-            if isinstance(
-                value, (int, float)
-            ):  # to check an array, it would wait for it
+            if isinstance(value, (int, float)):  # checking an array would block
                 check(name, value)
         arrays = {
             name: jnp.asarray(value, dtype_of(getattr(self, name)))
@@ -251,7 +249,7 @@ class Stateful(abc.ABC):
 
 
 def check_successor(new: Any, old: Stateful, method: str) -> None:
-    """Raises a `TypeError` unless `new`, which a user's method returned, may follow.
+    """Raises a `TypeError` unless `new`, which a user's method returned, may replace `old`.
 
     That is an instance with its configuration, and with state of the same shapes.
     """

@@ -151,7 +151,10 @@ growth_factor = partial(
     number_between, least=1, most=LARGEST, allowed=f"a number from 1 to {LARGEST:.4g}"
 )
 backoff_factor = partial(
-    number_between, least=ABOVE_ZERO, most=1, allowed="a number in (0, 1]"
+    number_between,
+    least=SMALLEST,
+    most=1,
+    allowed="a number in (0, 1] that float32 holds",
 )
 
 
@@ -220,7 +223,7 @@ def check_transformation(name: str, value: Any) -> None:
     if not callable(init) or not callable(update):
         raise TypeError(
             f"{name} must be an Optax gradient transformation, with init and update; "
-            f"got {value!r}"
+            f"got {shown(value)}"
         )
 
 

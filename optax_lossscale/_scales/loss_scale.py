@@ -38,8 +38,8 @@ class LossScale(Stateful):
 
     A loss scale is immutable: `update` and `adjust` return a new one. To write your
     own, subclass this class, which makes it a frozen dataclass and a pytree, and define
-    `adjust`. Its fields are configuration: arguments of the constructor, static
-    under `jit`, written by `get_config`. Those declared with `state_field` are state:
+    `adjust`. Its fields are configuration: hashable arguments of the constructor,
+    static under `jit`, written by `get_config`. Those declared with `state_field` are state:
     array leaves, changed by `replace`. A `__post_init__` has to call
     `super().__post_init__()`. The scale that `adjust` returns should be finite and
     positive after any sequence of steps.
@@ -78,7 +78,10 @@ class LossScale(Stateful):
         self._set(loss_scale=np.float32(self.initial_scale))
 
     def __call__(self) -> jax.Array:
-        """Returns the current loss scale: float32, shape ()."""
+        """The current loss scale as a JAX array, float32, shape ().
+
+        The field `loss_scale` is a NumPy number until the first step.
+        """
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     @abc.abstractmethod
@@ -98,8 +101,8 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored. A step
-            with a `mask` passes a list, with None for each gradient that it excludes.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored.
+            `with_loss_scale(mask=…)` passes a list, with None for each excluded one.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide together, at the cost of communicating one scalar.
 

@@ -1,8 +1,8 @@
 """The loss scale that tolerates a share of overflows before it backs off.
 
 It counts the steps since the scale last changed and the overflows since it last backed
-off, and backs off only at an overflow that brings their ratio to the `tolerance`. With
-a tolerance of 0, every overflow does.
+off, and backs off only at an overflow where overflows / steps is at least `tolerance`.
+With a tolerance of 0, it does at every overflow.
 """
 
 from typing import Self
@@ -82,10 +82,10 @@ class ToleranceLossScale(LossScale):
     )
     threshold: float | None = checked(validation.scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)
-    growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
-    steps: jax.Array = state_field(0)  # shape=(), dtype=int32
-    overflows: jax.Array = state_field(0)  # shape=(), dtype=int32
-    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
+    growth_counter: jax.Array = state_field(0)
+    steps: jax.Array = state_field(0)
+    overflows: jax.Array = state_field(0)
+    _exhausted: jax.Array = state_field(False)
 
     def __post_init__(self):
         super().__post_init__()

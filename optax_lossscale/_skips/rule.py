@@ -39,9 +39,9 @@ class SkipRule(Stateful):
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
       skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose norm is not 0 (a norm below about 1e-19 may count as
-        0). A rule may set it in `decide`, as that of `skips.spikes` does where it
-        applies a spike; int32, shape (); state.
+        with each one applied whose norm is not 0 (the norm of numbers that are all
+        below about 1e-19 may count as 0). A rule may set it in `decide`, as that of
+        `skips.spikes` does where it applies a spike; int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:

@@ -22,7 +22,8 @@ from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 _DEVIATION = 1.4826
 _FEWEST = 8  # with fewer steps in the window, nothing is a spike
 _ENOUGH = 24.0  # with fewer steps in the window, proportionally more is allowed
-# A value that 3 steps in the window reached, or 1 in 20 if that is more, is usual.
+# A value that at least 3 steps of the window reached, or 1 in 20 if that is more, is
+# usual.
 _COMMON = 3
 _COMMON_SHARE = 20
 # This marks an empty place of the window. It is above all logarithms, and sorts last.
@@ -71,7 +72,8 @@ class SpikeSkipRule(SkipRule):
         is_above = logarithms > limits
         is_spike = jnp.any(is_above & is_positive)
 
-        # If all skips are used up, the spikes are too common to be accidents.
+        # The debt is 20 * (max_skips - budget), with the budget of `skips.spikes`. If
+        # that is used up, the spikes are too common to be accidents.
         most_debt = APPLIED_PER_SKIP * self.max_skips
         debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
         is_common = is_spike & (debt_if_skipped > most_debt)

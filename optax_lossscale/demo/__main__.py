@@ -24,13 +24,14 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
-HEADER = """\
-| run | final loss | skipped | last scale |
+LAST_STEPS = 40  # whose mean loss is printed
+HEADER = f"""\
+| run | loss of last {LAST_STEPS} steps | skipped | last scale |
 | --- | ---: | ---: | ---: |"""
 
 
 def in_float32(params, tokens):
-    """The share of one micro-batch in the mean over all: its loss divided by 1024."""
+    """One micro-batch's term of the mean loss: its loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 
@@ -84,7 +85,7 @@ def losses_of(history):
 def row(name, history):
     """The row of a run in the table."""
     losses = losses_of(history)
-    final_loss = np.mean(losses[-40:])
+    final_loss = np.mean(losses[-LAST_STEPS:])
     skipped = history[-1]["skipped_steps"]
     exponent = history[-1]["log2_loss_scale"]
     return f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
@@ -92,7 +93,7 @@ def row(name, history):
 
 def draw(name, history, top, bottom):
     """Draws the losses of a run, as a running mean over ten steps, and its scales."""
-    # The losses of two other runs lie on top of float32's, so its line is wider.
+    # The losses of the two scaled runs lie on top of float32's, so its line is wider.
     width = 5 if name == "float32" else 1.3
     losses = losses_of(history)
     window = min(10, len(losses))

@@ -89,6 +89,11 @@ def test_traced_ones_have_a_hash_and_are_not_compared(make):
     traced(one)
 
 
+def test_traced_ones_differ_from_what_has_another_structure():
+    traced = lambda ls: jnp.array([ls == 3, ls == None, ls == ols.FixedLossScale(8)])  # noqa: E711
+    assert not jax.jit(traced)(ols.DynamicLossScale()).any()
+
+
 class Creeping(ols.LossScale):
     rate: float = 1.5
     steps: jax.Array = ols.state_field(0)
