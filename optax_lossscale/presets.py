@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.messages import refuse, user_names
 from optax_lossscale._arrays.names import make_public
-from optax_lossscale._arrays.validation import user_names
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
@@ -600,7 +600,7 @@ def apex(
         if not isinstance(loss_scale, str):
             return FixedLossScale(loss_scale)
         if loss_scale != "dynamic":
-            validation.refuse("loss_scale", loss_scale, "a number or 'dynamic'")
+            refuse("loss_scale", loss_scale, "a number or 'dynamic'")
         most = validation.scale("max_loss_scale", max_loss_scale)
         scale = min(validation.scale("init_scale", init_scale), most)
         return DynamicLossScale(

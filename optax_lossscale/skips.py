@@ -11,8 +11,8 @@ wrong argument raises a `ValueError`.
 """
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.messages import refuse, user_names
 from optax_lossscale._arrays.names import make_public
-from optax_lossscale._arrays.validation import user_names
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.spikes import SpikeSkipRule
@@ -206,7 +206,7 @@ def axlearn(
         if not isinstance(drop_norm, DropNorm):
             return ThresholdSkipRule(drop_norm, strict=True)
         if grad_norm_ema_decay is None:
-            validation.refuse(
+            refuse(
                 "grad_norm_ema_decay",
                 grad_norm_ema_decay,
                 "given, such as 0.99, where drop_norm follows the norms",
@@ -282,5 +282,5 @@ def _half(length: int) -> int:
 def _smallest(multipliers: tuple[float, ...]) -> float:
     """The smallest multiplier, the only one that matters: its threshold is the lowest."""
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
-        validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
+        refuse("multipliers", multipliers, "a tuple of positive numbers")
     return min(validation.positive("multipliers", x) for x in multipliers)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages
 
 
 def register_with_flax(cls: Any) -> None:
@@ -51,6 +51,6 @@ def _from_state_dict(stateful: Any, saved: Any) -> Any:
         raise ValueError(
             f"a saved {type(stateful).__name__} must hold arrays of the shapes that "
             f"its configuration gives them, {shapes}; got "
-            f"{validation.shown(saved_shapes)}"
+            f"{messages.shown(saved_shapes)}"
         )
     return stateful.replace(**saved)

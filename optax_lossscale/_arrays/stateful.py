@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 import jax
@@ -23,7 +24,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 from optax_lossscale._arrays.precision import T, dtype_of
 
@@ -222,11 +223,11 @@ class Stateful(abc.ABC):
         match config:
             case {"class_name": str(name), "config": arguments, **others} if not others:
                 if name in class_of:
-                    return validation.construct(class_of[name], arguments)
+                    return construct(class_of[name], arguments)
         names = ", ".join(sorted(class_of))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
-            f"'config', as from get_config(), got {validation.shown(config)}. There "
+            f"'config', as from get_config(), got {messages.shown(config)}. There "
             f"are {names}. Import the module that defines yours first"
         )
 
@@ -248,6 +249,20 @@ class Stateful(abc.ABC):
         return self
 
 
+def construct(cls: Callable[..., Any], config: Any) -> Any:
+    """`cls(**config)`, with a `ValueError` that lists the keys if one does not fit."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**config)
+    except TypeError as error:
+        keys = ", ".join(signature.parameters)
+        raise ValueError(
+            f"the config of {cls.__name__} must be a dict with keys among {keys}, and "
+            f"with those that have no default; got {messages.shown(config)}"
+        ) from error
+    return cls(**config)
+
+
 def check_successor(new: Any, old: Stateful, method: str) -> None:
     """Raises a `TypeError` unless `new`, which a user's method returned, may replace `old`.
 
@@ -260,7 +275,7 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
-            f"{method}. Got {validation.shown(new)}"
+            f"{method}. Got {messages.shown(new)}"
         )
 
 

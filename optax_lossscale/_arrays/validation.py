@@ -1,4 +1,4 @@
-"""Checks of arguments, and errors that say what is allowed and what was given.
+"""Checks of arguments: they return the value, or raise an error that says what fits.
 
 A `Check` takes an argument's name and its value, and by keyword what is allowed where
 that differs, as `int_between("margin", 3, least=0, most=24)`. It returns the value, or
@@ -10,24 +10,16 @@ of the wrong type, or does not fit the others. All checks run in Python, also wh
 step is traced, and read no traced number.
 """
 
-import contextlib
-import inspect
 import math
-import reprlib
-import textwrap
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
@@ -35,66 +27,9 @@ LARGEST = float(np.finfo(np.float32).max)
 ABOVE_ZERO = math.ulp(0.0)  # the smallest positive float
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 LARGEST_INT = int(np.iinfo(np.int32).max)
-_LIBRARIES = ("optax_lossscale", "jax")  # whose frames no warning names
+
 
 Check = Callable[..., Any]
-
-# The user's names of arguments, by those under which they were passed on
-_USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
-    "user_names", default=MappingProxyType({})
-)
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 3
-_SHORT.maxstring = 60
-_SHORT.maxother = 100
-
-
-def shown(value: Any) -> str:
-    """A value as text for an error message, shortened to at most 300 characters."""
-    return textwrap.shorten(_SHORT.repr(value), 300, placeholder="…")
-
-
-def warn(text: str) -> None:
-    """Warns at the line of the user's code that led here.
-
-    While `diagnose` traces the function, nothing is warned of, as the report says it.
-    """
-    if IS_REPORTED.value:
-        return
-    stack_level = 1
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        module = frame.f_globals.get("__name__", "")
-        package = module.partition(".")[0]
-        if package not in _LIBRARIES:
-            break
-        stack_level += 1
-    warnings.warn(text, stacklevel=stack_level)
-
-
-def refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    """Raises the `ValueError` "`name` must be `allowed`, got `value`"."""
-    raise ValueError(f"{user_name(name)} must be {allowed}, got {shown(value)}")
-
-
-def user_name(name: str) -> str:
-    """The name that a user knows for this one: that of `user_names`, or itself."""
-    return _USER_NAMES.get().get(name, name)
-
-
-@contextlib.contextmanager
-def user_names(**arguments: str) -> Iterator[None]:
-    """Makes the errors of what is called here name the arguments of the caller.
-
-    Each keyword is such an argument, and its value the name under which it is passed
-    on, as in `user_names(init_scale="initial_scale")`.
-    """
-    names = {name: user_name(argument) for argument, name in arguments.items()}
-    token = _USER_NAMES.set({**_USER_NAMES.get(), **names})
-    try:
-        yield
-    finally:
-        _USER_NAMES.reset(token)
 
 
 def python_number(value: Any) -> int | float | None:
@@ -256,17 +191,3 @@ def check_concrete(name: str, tree: Any) -> None:
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
             "what the compiled step returned, or by jax.debug.callback"
         )
-
-
-def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """`cls(**config)`, with a `ValueError` that lists the keys if one does not fit."""
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(**config)
-    except TypeError as error:
-        keys = ", ".join(signature.parameters)
-        raise ValueError(
-            f"the config of {cls.__name__} must be a dict with keys among {keys}, and "
-            f"with those that have no default; got {shown(config)}"
-        ) from error
-    return cls(**config)

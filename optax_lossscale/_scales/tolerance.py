@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
@@ -90,8 +90,8 @@ class ToleranceLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         if not self.initial_scale > self.min_scale:
-            allowed = f"above {validation.user_name('min_scale')}={self.min_scale!r}"
-            validation.refuse("initial_scale", self.initial_scale, allowed)
+            allowed = f"above {messages.user_name('min_scale')}={self.min_scale!r}"
+            messages.refuse("initial_scale", self.initial_scale, allowed)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
