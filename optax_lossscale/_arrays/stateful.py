@@ -124,11 +124,9 @@ class Stateful(abc.ABC):
 
     def __post_init__(self):
         """Checks the configuration; one that overrides it has to call it."""
-        checked_values = {
-            name: check(name, getattr(self, name))
-            for name, check in self._checks.items()
-        }
-        self._set(**checked_values)
+        for name, check in self._checks.items():
+            value = check(name, getattr(self, name))
+            self._set(**{name: value})
 
     def __eq__(self, other: object) -> bool:
         if jax.tree.structure(self) != jax.tree.structure(other):

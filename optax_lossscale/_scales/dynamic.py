@@ -123,9 +123,6 @@ class DynamicLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
-    def exhausted(self) -> jax.Array:
-        return jnp.asarray(self._exhausted)
-
     def _after_finite_step(self) -> Self:
         """The loss scale after a finite step: one more is counted, and it may grow."""
         counter = self.growth_counter + 1

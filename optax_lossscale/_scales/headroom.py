@@ -95,7 +95,8 @@ class HeadroomLossScale(LossScale):
 
     Gradients that are all zero may be rare, or may all have underflowed. So without a
     reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
-    power of two between 2**-100 and 2**100.
+    power of two between 2**-100 and 2**100. It is `exhausted` by an overflow at 2**-100
+    that is not excused.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
@@ -165,13 +166,6 @@ class HeadroomLossScale(LossScale):
         fallen = largest - 1 / _GROWTH_STEPS
         after_finite_step = self._with(fallen, 0.0, _overflows=0, _exhausted=False)
         return choose(grads_finite, after_finite_step, self._after_overflow())
-
-    def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed at a scale of 2**-100, the lowest.
-
-        False for an overflow that is excused. A bool, shape ().
-        """
-        return jnp.asarray(self._exhausted)
 
     def _after_overflow(self) -> Self:
         """The loss scale after an overflow, which nothing has measured.

@@ -123,7 +123,9 @@ class LossScale(Stateful):
         If so, `raise_if_stuck` raises. A bool, shape (); always False unless a subclass
         overrides this.
         """
-        return jnp.array(False)
+        # Subclasses that can be exhausted keep this flag in their state.
+        exhausted = getattr(self, "_exhausted", False)
+        return jnp.asarray(exhausted)
 
     def scale(self, tree: T) -> T:
         """Multiplies a loss, or the leaves of any pytree, by the scale.

@@ -96,9 +96,6 @@ class ToleranceLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
-    def exhausted(self) -> jax.Array:
-        return jnp.asarray(self._exhausted)
-
     def _after_finite_step(self) -> Self:
         """The loss scale after a finite step: it may grow, within float32's range."""
         scale = self()
