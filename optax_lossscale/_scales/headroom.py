@@ -32,10 +32,10 @@ _OVERFLOW_BITS = 16  # all finite float16 numbers are below 2**16
 _DEEP_BITS = 32
 # This far above a step's size, the largest gradient remembered falls twice as fast.
 _GAP_BITS = 10
-_MOST_BITS = 100  # the exponent of the highest scale, and of the inverse of the lowest
+_MAX_EXPONENT = 100  # of the highest scale, and of the inverse of the lowest
 
-_LOWEST = 2.0**-_MOST_BITS
-_HIGHEST = 2.0**_MOST_BITS
+_LOWEST = 2.0**-_MAX_EXPONENT
+_HIGHEST = 2.0**_MAX_EXPONENT
 
 # How many overflows are excused once the batch is found at fault: many, compared with
 # the six that it takes to find that.
@@ -164,7 +164,7 @@ class HeadroomLossScale(LossScale):
         # The reserve becomes part of the largest gradient, which falls with each step.
         largest = self._largest() + self._reserve
         fallen = largest - 1 / _GROWTH_STEPS
-        after_finite_step = self._with(fallen, 0.0, _overflows=0, _exhausted=False)
+        after_finite_step = self._with(fallen, reserve=0.0, overflows=0)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def _after_overflow(self) -> Self:
@@ -183,13 +183,9 @@ class HeadroomLossScale(LossScale):
         memory = jnp.where(is_first, longer, self._memory)
 
         is_lowest = self() <= _LOWEST
-        return self._with(
-            self._largest(),
-            reserve,
-            _memory=memory,
-            _overflows=optax.safe_increment(self._overflows),
-            _exhausted=is_lowest & ~is_excused,
-        )
+        overflows = optax.safe_increment(self._overflows)
+        new = self._with(self._largest(), reserve, overflows)
+        return new.replace(_memory=memory, _exhausted=is_lowest & ~is_excused)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
         """The loss scale after a finite step whose largest gradient is not zero.
@@ -207,7 +203,7 @@ class HeadroomLossScale(LossScale):
         largest = jnp.maximum(size, fallen)
 
         explains_overflow = size > old_largest + self.margin
-        explained = self._with(largest, 0.0, _overflows=0, _exhausted=False)
+        explained = self._with(largest, reserve=0.0, overflows=0)
         new = choose(explains_overflow, explained, self._faded(largest, fall))
         return new.replace(_memory=self._next_memory())
 
@@ -242,7 +238,7 @@ class HeadroomLossScale(LossScale):
         reserve = jnp.where(batch_is_at_fault, 0, faded)
         excuses_left = jnp.minimum(self._overflows, 0)
         overflows = jnp.where(batch_is_at_fault, -_EXCUSED_STEPS, excuses_left)
-        return self._with(largest, reserve, _overflows=overflows, _exhausted=False)
+        return self._with(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
         """The exponent of the largest gradient remembered, with a fraction as it falls.
@@ -254,14 +250,16 @@ class HeadroomLossScale(LossScale):
         overflow = _OVERFLOW_BITS - exponent
         return overflow.astype(jnp.float32) - self.spare_bits
 
-    def _with(self, largest: jax.Array, reserve: ArrayLike, **state: ArrayLike) -> Self:
-        """The loss scale that a largest gradient and a reserve make, with other state.
+    def _with(
+        self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
+    ) -> Self:
+        """The loss scale that a largest gradient and a reserve make, not exhausted.
 
-        Both numbers are float32, shape ().
+        All numbers have shape (), and the first two are float32.
         """
         max_exponent = _OVERFLOW_BITS - self.margin - largest
-        max_exponent = jnp.clip(max_exponent, -_MOST_BITS, _MOST_BITS)
-        with_reserve = jnp.maximum(max_exponent - reserve, -_MOST_BITS)
+        max_exponent = jnp.clip(max_exponent, -_MAX_EXPONENT, _MAX_EXPONENT)
+        with_reserve = jnp.maximum(max_exponent - reserve, -_MAX_EXPONENT)
         exponent = jnp.floor(with_reserve)
         # Not by exp2, which is inexact: the scale would not be a power of two.
         one = jnp.float32(1)
@@ -271,5 +269,6 @@ class HeadroomLossScale(LossScale):
             loss_scale=loss_scale,
             spare_bits=spare_bits,
             _reserve=reserve,
-            **state,
+            _overflows=overflows,
+            _exhausted=False,
         )
