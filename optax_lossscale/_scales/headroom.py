@@ -95,8 +95,7 @@ class HeadroomLossScale(LossScale):
 
     Gradients that are all zero may be rare, or may all have underflowed. So without a
     reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
-    power of two between 2**-100 and 2**100. It is `exhausted` by an overflow at 2**-100
-    that is not excused.
+    power of two between 2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
@@ -130,7 +129,6 @@ class HeadroomLossScale(LossScale):
     _memory: jax.Array = state_field(0.0)  # in steps
     # Since the last finite step; it begins at -64 where 64 are excused
     _overflows: jax.Array = state_field(0)
-    _exhausted: jax.Array = state_field(False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -167,6 +165,14 @@ class HeadroomLossScale(LossScale):
         after_finite_step = self._with(fallen, reserve=0.0, overflows=0)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
+    def exhausted(self) -> jax.Array:
+        """Whether the last step overflowed, and the scale would fall below 2**-100.
+
+        False for an overflow that is excused. A bool, shape ().
+        """
+        exponent = _OVERFLOW_BITS - self.margin - self._largest() - self._reserve
+        return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
+
     def _after_overflow(self) -> Self:
         """The loss scale after an overflow, which nothing has measured.
 
@@ -182,10 +188,9 @@ class HeadroomLossScale(LossScale):
         longer = jnp.clip(2 * self._memory, _SHORTEST_MEMORY, _LONGEST_MEMORY)
         memory = jnp.where(is_first, longer, self._memory)
 
-        is_lowest = self() <= _LOWEST
         overflows = optax.safe_increment(self._overflows)
         new = self._with(self._largest(), reserve, overflows)
-        return new.replace(_memory=memory, _exhausted=is_lowest & ~is_excused)
+        return new.replace(_memory=memory)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
         """The loss scale after a finite step whose largest gradient is not zero.
@@ -253,7 +258,7 @@ class HeadroomLossScale(LossScale):
     def _with(
         self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
     ) -> Self:
-        """The loss scale that a largest gradient and a reserve make, not exhausted.
+        """The loss scale that a largest gradient and a reserve make.
 
         All numbers have shape (), and the first two are float32.
         """
@@ -270,5 +275,4 @@ class HeadroomLossScale(LossScale):
             spare_bits=spare_bits,
             _reserve=reserve,
             _overflows=overflows,
-            _exhausted=False,
         )
