@@ -8,9 +8,10 @@ and the global norm, are computed in the same pass.
 `_reduce_tree` takes the floating-point and complex leaves of a tree, all others being
 finite, and puts leaves of one type into groups. What is computed of them is a
 `_Measure`, such as the sum of squares. The leaves of a group are combined elementwise
-(`_combined_leaves`), and the array that results is reduced to one number. `_reduced` does so in
-the obvious way, and XLA's compilers for GPU and TPU compute several measures in one
-pass. The compiler for CPUs does not, so there `_reduced_and_checked` takes its place.
+(`_combined_leaves`), and the array that results is reduced to one number. `_reduced`
+does so in the obvious way, and XLA's compilers for GPU and TPU compute several measures
+in one pass. The compiler for CPUs does not, so there `_reduced_and_checked` takes its
+place.
 
 Under `jit` alone, arrays are global, and the compiler inserts what communication a
 reduction needs. Under `pmap` and `shard_map`, the check sees the numbers of one
@@ -148,8 +149,8 @@ def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
     arrays = []
     for leaves in groups:
         results = map(measure.function, leaves)
-        joined = functools.reduce(measure.operation, results)
-        arrays.append(joined)
+        array = functools.reduce(measure.operation, results)
+        arrays.append(array)
     return arrays
 
 
