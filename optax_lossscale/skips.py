@@ -2,8 +2,8 @@
 
 Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
 `spikes` is the rule to use. The others are the rules of other systems, named after them
-and with the original argument names. They decide about finite steps as the originals do.
-Unlike most originals, they learn nothing from a non-finite step, which is skipped
+and with the original argument names. They decide about finite steps as the originals
+do. Unlike most originals, they learn nothing from a non-finite step, which is skipped
 anyway.
 
 Each function returns a `SkipRule`, which you may subclass for a rule of your own. A

@@ -262,7 +262,7 @@ def construct(cls: Callable[..., Any], config: Any) -> Any:
 
 
 def check_successor(new: Any, old: Stateful, method: str) -> None:
-    """Raises a `TypeError` unless `new`, which a user's method returned, may replace `old`.
+    """Raises a `TypeError` unless `new`, from a user's method, may replace `old`.
 
     That is an instance with its configuration, and with state of the same shapes.
     """
