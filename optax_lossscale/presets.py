@@ -63,6 +63,7 @@ def _backoff_factor(name: str, factor: float) -> float:
     return float(np.float32(validation.backoff_factor(name, factor)))
 
 
+@user_names(initial_loss_scale="initial_scale", increment_period="growth_interval")
 def tensorflow_dynamic(
     initial_loss_scale: float = 2.0**15,
     increment_period: int = 2000,
@@ -80,18 +81,16 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
-    with user_names(
-        initial_loss_scale="initial_scale", increment_period="growth_interval"
-    ):
-        factor = _growth_factor("multiplier", multiplier)
-        return DynamicLossScale(
-            initial_scale=initial_loss_scale,
-            growth_interval=increment_period,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-        )
+    factor = _growth_factor("multiplier", multiplier)
+    return DynamicLossScale(
+        initial_scale=initial_loss_scale,
+        growth_interval=increment_period,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+    )
 
 
+@user_names(loss_scale_value="scale")
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
     """TensorFlow's `FixedLossScale`, which checks nothing.
 
@@ -105,10 +104,10 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
       >>> presets.tensorflow_fixed(128)
       FixedLossScale(128.0)
     """
-    with user_names(loss_scale_value="scale"):
-        return FixedLossScale(loss_scale_value)
+    return FixedLossScale(loss_scale_value)
 
 
+@user_names(loss_scale="initial_scale")
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
     """tf.contrib's `FixedLossScaleManager`, a fixed scale that skips non-finite steps.
 
@@ -121,16 +120,22 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    with user_names(loss_scale="initial_scale"):
-        # With factors of 1, as `FixedLossScale` checks nothing
-        return DynamicLossScale(
-            initial_scale=loss_scale,
-            growth_factor=1.0,
-            backoff_factor=1.0,
-            can_be_exhausted=False,
-        )
+    # With factors of 1, as `FixedLossScale` checks nothing
+    return DynamicLossScale(
+        initial_scale=loss_scale,
+        growth_factor=1.0,
+        backoff_factor=1.0,
+        can_be_exhausted=False,
+    )
 
 
+@user_names(
+    init_loss_scale="initial_scale",
+    incr_every_n_steps="growth_interval",
+    decr_every_n_nan_or_inf="hysteresis",
+    incr_ratio="growth_factor",
+    decr_ratio="backoff_factor",
+)
 def tensorflow_contrib_exponential(
     init_loss_scale: float,
     incr_every_n_steps: int,
@@ -155,23 +160,17 @@ def tensorflow_contrib_exponential(
       >>> presets.tensorflow_contrib_exponential(2.0**15, 1000).hysteresis
       2
     """
-    with user_names(
-        init_loss_scale="initial_scale",
-        incr_every_n_steps="growth_interval",
-        decr_every_n_nan_or_inf="hysteresis",
-        incr_ratio="growth_factor",
-        decr_ratio="backoff_factor",
-    ):
-        return DynamicLossScale(
-            initial_scale=init_loss_scale,
-            growth_interval=incr_every_n_steps,
-            growth_factor=_growth_factor("incr_ratio", incr_ratio),
-            backoff_factor=_backoff_factor("decr_ratio", decr_ratio),
-            hysteresis=decr_every_n_nan_or_inf,
-            hysteresis_refill="rescale",
-        )
+    return DynamicLossScale(
+        initial_scale=init_loss_scale,
+        growth_interval=incr_every_n_steps,
+        growth_factor=_growth_factor("incr_ratio", incr_ratio),
+        backoff_factor=_backoff_factor("decr_ratio", decr_ratio),
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_refill="rescale",
+    )
 
 
+@user_names(initial_scale="scale", dynamic_growth_steps="growth_interval")
 def tf_keras(
     dynamic: bool = True,
     initial_scale: float | None = None,
@@ -192,18 +191,18 @@ def tf_keras(
       >>> presets.tf_keras(dynamic=False, initial_scale=1024)
       FixedLossScale(1024.0)
     """
-    with user_names(initial_scale="scale", dynamic_growth_steps="growth_interval"):
-        if validation.flag("dynamic", dynamic):
-            scale = 2.0**15 if initial_scale is None else initial_scale
-            interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-            return DynamicLossScale(initial_scale=scale, growth_interval=interval)
-        if initial_scale is None or dynamic_growth_steps is not None:
-            raise ValueError(
-                "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
-            )
-        return FixedLossScale(initial_scale)
+    if validation.flag("dynamic", dynamic):
+        scale = 2.0**15 if initial_scale is None else initial_scale
+        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+        return DynamicLossScale(initial_scale=scale, growth_interval=interval)
+    if initial_scale is None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
+        )
+    return FixedLossScale(initial_scale)
 
 
+@user_names(dynamic_growth_steps="growth_interval")
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> DynamicLossScale:
@@ -218,14 +217,14 @@ def keras(
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    with user_names(dynamic_growth_steps="growth_interval"):
-        return DynamicLossScale(
-            initial_scale=initial_scale,
-            growth_interval=dynamic_growth_steps,
-            min_scale=None,
-        )
+    return DynamicLossScale(
+        initial_scale=initial_scale,
+        growth_interval=dynamic_growth_steps,
+        min_scale=None,
+    )
 
 
+@user_names(init_scale="initial_scale")
 def pytorch(
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -247,18 +246,22 @@ def pytorch(
       >>> float(presets.pytorch()())
       65536.0
     """
-    with user_names(init_scale="initial_scale"):
-        if not validation.flag("enabled", enabled):
-            return FixedLossScale(1)
-        return DynamicLossScale(
-            initial_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=None,
-        )
+    if not validation.flag("enabled", enabled):
+        return FixedLossScale(1)
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=None,
+    )
 
 
+@user_names(
+    fin_steps="initial_growth_counter",
+    scale="initial_scale",
+    minimum_scale="min_scale",
+)
 def flax(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -286,28 +289,29 @@ def flax(
       >>> presets.flax().growth_interval
       2001
     """
-    with user_names(
-        fin_steps="initial_growth_counter",
-        scale="initial_scale",
-        minimum_scale="min_scale",
-    ):
-        finite_steps = validation.int_between(
-            "growth_interval",
-            growth_interval,
-            least=0,
-            most=validation.LARGEST_INT - 1,
-        )
-        return DynamicLossScale(
-            initial_scale=scale,
-            growth_factor=_growth_factor("growth_factor", growth_factor),
-            backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
-            growth_interval=finite_steps + 1,
-            initial_growth_counter=fin_steps,
-            min_scale=minimum_scale,
-            max_scale=validation.LARGEST,
-        )
+    finite_steps = validation.int_between(
+        "growth_interval",
+        growth_interval,
+        least=0,
+        most=validation.LARGEST_INT - 1,
+    )
+    return DynamicLossScale(
+        initial_scale=scale,
+        growth_factor=_growth_factor("growth_factor", growth_factor),
+        backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
+        growth_interval=finite_steps + 1,
+        initial_growth_counter=fin_steps,
+        min_scale=minimum_scale,
+        max_scale=validation.LARGEST,
+    )
 
 
+@user_names(
+    loss_scale="initial_scale",
+    counter="initial_growth_counter",
+    period="growth_interval",
+    min_loss_scale="min_scale",
+)
 def jmp(
     loss_scale: float,
     counter: int = 0,
@@ -332,21 +336,21 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    with user_names(
-        loss_scale="initial_scale",
-        counter="initial_growth_counter",
-        period="growth_interval",
-        min_loss_scale="min_scale",
-    ):
-        return _of_one_factor(
-            factor,
-            initial_scale=loss_scale,
-            growth_interval=period,
-            min_scale=min_loss_scale,
-            initial_growth_counter=counter,
-        )
+    return _of_one_factor(
+        factor,
+        initial_scale=loss_scale,
+        growth_interval=period,
+        min_scale=min_loss_scale,
+        initial_growth_counter=counter,
+    )
 
 
+@user_names(
+    loss_scaling="initial_scale",
+    counter="initial_growth_counter",
+    period="growth_interval",
+    min_loss_scaling="min_scale",
+)
 def mpx(
     loss_scaling: float,
     min_loss_scaling: float = 1.0,
@@ -371,20 +375,14 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    with user_names(
-        loss_scaling="initial_scale",
-        counter="initial_growth_counter",
-        period="growth_interval",
-        min_loss_scaling="min_scale",
-    ):
-        return _of_one_factor(
-            factor,
-            initial_scale=loss_scaling,
-            growth_interval=period,
-            min_scale=min_loss_scaling,
-            max_scale=65504.0,
-            initial_growth_counter=counter,
-        )
+    return _of_one_factor(
+        factor,
+        initial_scale=loss_scaling,
+        growth_interval=period,
+        min_scale=min_loss_scaling,
+        max_scale=65504.0,
+        initial_growth_counter=counter,
+    )
 
 
 def _of_one_factor(factor: float, **configuration: Any) -> DynamicLossScale:
@@ -438,6 +436,12 @@ def megatron(
     )
 
 
+@user_names(
+    init_scale="initial_scale",
+    scale_window="growth_interval",
+    delayed_shift="hysteresis",
+    raise_error_at_min_scale="can_be_exhausted",
+)
 def deepspeed(
     init_scale: float = 2.0**32,
     scale_factor: float = 2.0,
@@ -465,26 +469,26 @@ def deepspeed(
       >>> bool(presets.deepspeed(init_scale=1.0).adjust(False).exhausted())
       True
     """
-    with user_names(
-        init_scale="initial_scale",
-        scale_window="growth_interval",
-        delayed_shift="hysteresis",
-        raise_error_at_min_scale="can_be_exhausted",
-    ):
-        consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
-        factor = validation.growth_factor("scale_factor", scale_factor)
-        return DynamicLossScale(
-            initial_scale=init_scale,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-            growth_interval=scale_window,
-            min_scale=min_scale,
-            hysteresis=delayed_shift,
-            hysteresis_refill="finite" if consecutive else "growth",
-            can_be_exhausted=raise_error_at_min_scale,
-        )
+    consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
+    factor = validation.growth_factor("scale_factor", scale_factor)
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        hysteresis=delayed_shift,
+        hysteresis_refill="finite" if consecutive else "growth",
+        can_be_exhausted=raise_error_at_min_scale,
+    )
 
 
+@user_names(
+    init_scale="initial_scale",
+    scale_window="growth_interval",
+    scale_factor="factor",
+    min_loss_scale="min_scale",
+)
 def fairseq(
     init_scale: float = 2.0**15,
     scale_factor: float = 2.0,
@@ -511,22 +515,17 @@ def fairseq(
       >>> float(presets.fairseq().adjust(False)())
       16384.0
     """
-    with user_names(
-        init_scale="initial_scale",
-        scale_window="growth_interval",
-        scale_factor="factor",
-        min_loss_scale="min_scale",
-    ):
-        return ToleranceLossScale(
-            initial_scale=init_scale,
-            growth_interval=scale_window,
-            factor=scale_factor,
-            tolerance=tolerance,
-            threshold=threshold,
-            min_scale=min_loss_scale,
-        )
+    return ToleranceLossScale(
+        initial_scale=init_scale,
+        growth_interval=scale_window,
+        factor=scale_factor,
+        tolerance=tolerance,
+        threshold=threshold,
+        min_scale=min_loss_scale,
+    )
 
 
+@user_names(scale_min="min_scale", scale_max="max_scale")
 def openseq2seq_logmax(
     scale_min: float = 1.0,
     scale_max: float = 2.0**24,
@@ -551,22 +550,28 @@ def openseq2seq_logmax(
       >>> float(presets.openseq2seq_logmax()())
       1.0
     """
-    with user_names(scale_min="min_scale", scale_max="max_scale"):
-        most = validation.scale("scale_max", scale_max)
-        least = validation.number_between(
-            "scale_min", scale_min, least=validation.SMALLEST, most=most
-        )
-        return LogMaxLossScale(
-            initial_scale=min(max(1.0, least), most),
-            min_scale=least,
-            max_scale=most,
-            log_max=log_max,
-            beta1=beta1,
-            beta2=beta2,
-            overflow_std_dev=overflow_std_dev,
-        )
+    most = validation.scale("scale_max", scale_max)
+    least = validation.number_between(
+        "scale_min", scale_min, least=validation.SMALLEST, most=most
+    )
+    return LogMaxLossScale(
+        initial_scale=min(max(1.0, least), most),
+        min_scale=least,
+        max_scale=most,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+    )
 
 
+@user_names(
+    loss_scale="scale",
+    init_scale="initial_scale",
+    scale_window="growth_interval",
+    min_loss_scale="min_scale",
+    max_loss_scale="max_scale",
+)
 def apex(
     loss_scale: float | Literal["dynamic"] = "dynamic",
     init_scale: float = 2.0**16,
@@ -590,22 +595,15 @@ def apex(
       >>> float(presets.apex(init_scale=2.0**24, scale_window=1).adjust(True)())
       16777216.0
     """
-    with user_names(
-        loss_scale="scale",
-        init_scale="initial_scale",
-        scale_window="growth_interval",
-        min_loss_scale="min_scale",
-        max_loss_scale="max_scale",
-    ):
-        if not isinstance(loss_scale, str):
-            return FixedLossScale(loss_scale)
-        if loss_scale != "dynamic":
-            refuse("loss_scale", loss_scale, "a number or 'dynamic'")
-        most = validation.scale("max_loss_scale", max_loss_scale)
-        scale = min(validation.scale("init_scale", init_scale), most)
-        return DynamicLossScale(
-            initial_scale=scale,
-            growth_interval=scale_window,
-            min_scale=min_loss_scale,
-            max_scale=most,
-        )
+    if not isinstance(loss_scale, str):
+        return FixedLossScale(loss_scale)
+    if loss_scale != "dynamic":
+        refuse("loss_scale", loss_scale, "a number or 'dynamic'")
+    most = validation.scale("max_loss_scale", max_loss_scale)
+    scale = min(validation.scale("init_scale", init_scale), most)
+    return DynamicLossScale(
+        initial_scale=scale,
+        growth_interval=scale_window,
+        min_scale=min_loss_scale,
+        max_scale=most,
+    )

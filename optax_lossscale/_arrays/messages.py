@@ -2,8 +2,7 @@
 
 The name of an argument changes on its way. What a preset calls `init_scale`, it passes
 on as `initial_scale`, where it is checked. So that an error names what the user wrote,
-the preset declares its names by `user_names` around the call, and `refuse` looks them
-up.
+the preset is decorated with its names (`user_names`), and `refuse` looks them up.
 """
 
 import contextlib
@@ -68,8 +67,9 @@ def user_name(name: str) -> str:
 def user_names(**arguments: str) -> Iterator[None]:
     """Makes the errors of what is called here name the arguments of the caller.
 
-    Each keyword is such an argument, and its value the name under which it is passed
-    on, as in `user_names(init_scale="initial_scale")`.
+    It is a context, and a decorator of a function. Each keyword is an argument of the
+    caller, and its value the name under which the argument is passed on, as in
+    `user_names(init_scale="initial_scale")`.
     """
     names = {name: user_name(argument) for argument, name in arguments.items()}
     token = _USER_NAMES.set({**_USER_NAMES.get(), **names})

@@ -39,8 +39,8 @@ class LossScale(Stateful):
     A loss scale is immutable: `update` and `adjust` return a new one. To write your
     own, subclass this class, which makes it a frozen dataclass and a pytree, and define
     `adjust`. Its fields are configuration: hashable arguments of the constructor,
-    static under `jit`, written by `get_config`. Those declared with `state_field` are state:
-    array leaves, changed by `replace`. A `__post_init__` has to call
+    static under `jit`, written by `get_config`. Those declared with `state_field` are
+    state: array leaves, changed by `replace`. A `__post_init__` has to call
     `super().__post_init__()`. The scale that `adjust` returns should be finite and
     positive after any sequence of steps.
 
