@@ -114,7 +114,8 @@ def _reduce_tree(
     # CPU there must be enough kernels to keep all cores busy. A GPU's compiler computes
     # the norm of a clip in the same pass for groups of four, but not of eight. A TPU's
     # compiler would keep more gradients waiting in main memory.
-    size_on_cpu = min(max(len(leaves) // 32, 1), 8)
+    size_for_32_kernels = len(leaves) // 32
+    size_on_cpu = min(max(size_for_32_kernels, 1), 8)
     return lax.platform_dependent(
         leaves,
         cpu=lambda leaves: cpu_reduction(_groups(leaves, size_on_cpu)),
@@ -128,7 +129,10 @@ def _real_leaves(tree: Any) -> list[jax.Array]:
     leaves = []
     for leaf in filter(is_inexact_leaf, jax.tree.leaves(tree)):
         x = jnp.asarray(leaf)
-        leaves += [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+        if jnp.iscomplexobj(x):
+            leaves += [x.real, x.imag]
+        else:
+            leaves.append(x)
     return leaves or [jnp.float32(0)]
 
 

@@ -139,9 +139,11 @@ class Stateful(abc.ABC):
         return hash((type(self), self._configuration()))
 
     def __repr__(self) -> str:
-        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
-        values = [f"{name}={getattr(self, name)!r}" for name in names]
-        return f"{type(self).__name__}({', '.join(values)})"
+        names = [f.name for f in dataclasses.fields(self)]
+        public = [name for name in names if not name.startswith("_")]
+        values = [f"{name}={getattr(self, name)!r}" for name in public]
+        listed = ", ".join(values)
+        return f"{type(self).__name__}({listed})"
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance that is being made, although it is frozen."""

@@ -57,11 +57,13 @@ def number_between(
 ) -> float:
     """Checks that a number is at least `least` and at most `most`; returns a float.
 
-    `allowed` says so in words, for the error.
+    `allowed` says so in other words, for the error.
     """
+    if allowed is None:
+        allowed = f"a number between {least:.8g} and {most:.8g}"
     x = python_number(value)
     if x is None or not least <= x <= most:
-        refuse(name, value, allowed or f"a number between {least:.8g} and {most:.8g}")
+        refuse(name, value, allowed)
     return float(x)
 
 
@@ -109,7 +111,8 @@ def check_bounds(
         cap = f"{user_name('max_scale')}={max_scale!r}"
         least = "0" if min_scale is None else floor
         most = "infinity" if max_scale is None else cap
-        refuse("initial_scale", initial_scale, f"between {least} and {most}")
+        allowed = f"between {least} and {most}"
+        refuse("initial_scale", initial_scale, allowed)
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
@@ -181,7 +184,8 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
 
 def is_traced(tree: Any) -> bool:
     """Whether a tree holds tracers, so that its numbers are not known yet."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return any(isinstance(x, jax.core.Tracer) for x in leaves)
 
 
 def check_concrete(name: str, tree: Any) -> None:
