@@ -91,7 +91,7 @@ backoff_factor = partial(
     number_between,
     least=SMALLEST,
     most=1,
-    allowed="a number in (0, 1] that float32 holds",
+    allowed="a number in (0, 1], normal in float32",
 )
 
 

@@ -463,7 +463,7 @@ PRESETS = {
     ),
     "tensorflow_contrib_exponential, no float32": (
         {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1e-60},
-        "decr_ratio must be a number in (0, 1] that float32 holds, got 1e-60",
+        "decr_ratio must be a number in (0, 1], normal in float32, got 1e-60",
     ),
     "tf_keras, the scale first": (
         {"dynamic": 1024.0},
