@@ -43,7 +43,8 @@ def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):
-            mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+            sharding = getattr(x, "sharding", None)
+            mesh = getattr(sharding, "mesh", None)
             is_mesh = isinstance(mesh, jax.sharding.Mesh)
             if is_mesh and AxisType.Explicit in mesh.axis_types:
                 return jax.set_mesh(mesh)

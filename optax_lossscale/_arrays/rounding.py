@@ -68,8 +68,9 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     joined = lax.bitcast_convert_type(joined_bits, jnp.float32)
     # A rest beside zero would be a subnormal number, which float32 arithmetic on most
     # devices flushes to zero; one beside infinity would turn it into another number.
-    has_bits = (size >= _SMALLEST_BITS) & (size < _INFINITY_BITS)
-    return jnp.where(has_bits, joined, rounded)
+    is_nonzero = size >= _SMALLEST_BITS
+    is_finite = size < _INFINITY_BITS
+    return jnp.where(is_nonzero & is_finite, joined, rounded)
 
 
 def narrow_dtype(rest: Any) -> np.dtype:

@@ -40,7 +40,8 @@ def python_number(value: Any) -> int | float | None:
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if is_array and value.shape == () and not is_traced(value):
         value = value.item()
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_bool = isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not is_bool
     return value if is_number else None
 
 

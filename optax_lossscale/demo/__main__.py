@@ -70,8 +70,10 @@ def train(loss_fn, loss_scale, steps):
     tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
+    text = _text.read()
+    batches = _text.batches(text, steps, seed=0)
     history = []
-    for tokens in _text.batches(_text.read(), steps, seed=0):
+    for tokens in batches:
         params, state, metrics = train_step(params, state, tokens)
         history.append(metrics)
     return jax.tree.map(lambda *values: np.stack(values), *history)
@@ -94,7 +96,8 @@ def draw(name, history, top, bottom):
     means = sliding_window_view(losses, window).mean(axis=1)
     steps = range(window, len(losses) + 1)
     [line] = top.plot(steps, means, label=name, lw=width, alpha=0.5)
-    plot.loss_scale(history, bottom, color=line.get_color(), lw=width, alpha=0.5)
+    color = line.get_color()
+    plot.loss_scale(history, bottom, color=color, lw=width, alpha=0.5)
 
 
 def main(arguments=None):
