@@ -1,10 +1,12 @@
 """float16 training in JAX with Optax: autocast and loss scaling.
 
+    import optax, optax_lossscale as ols
+
     tx = ols.with_loss_scale(optax.adamw(1e-3))
     state = tx.init(params)
     loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)
 
-Each function and each loss scale has an example in its docstring, as in
+Each function, loss scale and skip rule has an example in its docstring, as in
 `help(ols.with_loss_scale)`.
 
 Take a step:

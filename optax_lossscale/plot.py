@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._step.get import resolve
@@ -87,7 +87,7 @@ def _column(history: Any, name: str) -> np.ndarray:
 
 def _refuse_history(history: Any) -> NoReturn:
     """Raises the `ValueError` for what is no history of metrics."""
-    validation.refuse(
+    messages.refuse(
         "history",
         history,
         "a sequence of what metrics returned after each step, or one dict of them all",

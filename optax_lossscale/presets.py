@@ -1,10 +1,11 @@
-"""The loss scalers of other systems, under their original names and argument names.
+"""The loss scalers of other systems, with their original argument names.
 
-Each function takes those arguments of the original that concern the loss scale, with
-their defaults, and returns a loss scale that adapts as the original does: value for
-value in float32, except for LogMax, which is tested to within 1%. One thing differs: a
-scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is. An
-argument that is not allowed raises a `ValueError`.
+Each function is named after a system. It takes those arguments of the original that
+concern the loss scale, with their defaults, and returns a loss scale that adapts as the
+original does: value for value in float32, except for LogMax, which is tested to within
+1%. In all presets one thing differs: a scale that would leave float32's normal range,
+1.18e-38 to 3.4e38, stays as it is. Where a preset differs in more, it says so. An
+argument that is not allowed raises a `ValueError`, unless the original ignores it.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
 gradients are all zero counts as finite; if most steps are like that,
@@ -13,13 +14,13 @@ gradients are all zero counts as finite; if most steps are like that,
 check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.messages import refuse, user_names
 from optax_lossscale._arrays.names import make_public
-from optax_lossscale._arrays.validation import user_names
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
@@ -49,25 +50,20 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _in_float32(name: str, factor: float) -> float:
-    """A factor rounded to float32, for an original that computes in float32."""
-    return float(np.float32(validation.finite(name, factor)))
+# Some originals compute in float32, so their factors are rounded to it.
 
 
 def _growth_factor(name: str, factor: float) -> float:
-    """A growth factor rounded to float32, and at least 1 after rounding."""
-    return validation.growth_factor(name, _in_float32(name, factor))
+    """A growth factor rounded to float32."""
+    return float(np.float32(validation.growth_factor(name, factor)))
 
 
-def _reciprocal(factor: float) -> float:
-    """`1 / factor` rounded to float32, by which JMP and MPX back off.
-
-    They divide by the factor, and XLA compiles a division by a constant to a
-    multiplication by its reciprocal.
-    """
-    return float(np.float32(1 / factor))
+def _backoff_factor(name: str, factor: float) -> float:
+    """A back-off factor rounded to float32."""
+    return float(np.float32(validation.backoff_factor(name, factor)))
 
 
+@user_names(initial_loss_scale="initial_scale", increment_period="growth_interval")
 def tensorflow_dynamic(
     initial_loss_scale: float = 2.0**15,
     increment_period: int = 2000,
@@ -85,18 +81,16 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
-    with user_names(
-        initial_loss_scale="initial_scale", increment_period="growth_interval"
-    ):
-        factor = _growth_factor("multiplier", multiplier)
-        return DynamicLossScale(
-            initial_scale=initial_loss_scale,
-            growth_interval=increment_period,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-        )
+    factor = _growth_factor("multiplier", multiplier)
+    return DynamicLossScale(
+        initial_scale=initial_loss_scale,
+        growth_interval=increment_period,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+    )
 
 
+@user_names(loss_scale_value="scale")
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
     """TensorFlow's `FixedLossScale`, which checks nothing.
 
@@ -110,10 +104,10 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
       >>> presets.tensorflow_fixed(128)
       FixedLossScale(128.0)
     """
-    with user_names(loss_scale_value="scale"):
-        return FixedLossScale(loss_scale_value)
+    return FixedLossScale(loss_scale_value)
 
 
+@user_names(loss_scale="initial_scale")
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
     """tf.contrib's `FixedLossScaleManager`, a fixed scale that skips non-finite steps.
 
@@ -126,15 +120,22 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    with user_names(loss_scale="initial_scale"):
-        return DynamicLossScale(
-            initial_scale=loss_scale,
-            growth_factor=1.0,
-            backoff_factor=1.0,
-            can_be_exhausted=False,
-        )
+    # With factors of 1, as `FixedLossScale` checks nothing
+    return DynamicLossScale(
+        initial_scale=loss_scale,
+        growth_factor=1.0,
+        backoff_factor=1.0,
+        can_be_exhausted=False,
+    )
 
 
+@user_names(
+    init_loss_scale="initial_scale",
+    incr_every_n_steps="growth_interval",
+    decr_every_n_nan_or_inf="hysteresis",
+    incr_ratio="growth_factor",
+    decr_ratio="backoff_factor",
+)
 def tensorflow_contrib_exponential(
     init_loss_scale: float,
     incr_every_n_steps: int,
@@ -159,23 +160,17 @@ def tensorflow_contrib_exponential(
       >>> presets.tensorflow_contrib_exponential(2.0**15, 1000).hysteresis
       2
     """
-    with user_names(
-        init_loss_scale="initial_scale",
-        incr_every_n_steps="growth_interval",
-        decr_every_n_nan_or_inf="hysteresis",
-        incr_ratio="growth_factor",
-        decr_ratio="backoff_factor",
-    ):
-        return DynamicLossScale(
-            initial_scale=init_loss_scale,
-            growth_interval=incr_every_n_steps,
-            growth_factor=_in_float32("incr_ratio", incr_ratio),
-            backoff_factor=_in_float32("decr_ratio", decr_ratio),
-            hysteresis=decr_every_n_nan_or_inf,
-            hysteresis_refill="rescale",
-        )
+    return DynamicLossScale(
+        initial_scale=init_loss_scale,
+        growth_interval=incr_every_n_steps,
+        growth_factor=_growth_factor("incr_ratio", incr_ratio),
+        backoff_factor=_backoff_factor("decr_ratio", decr_ratio),
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_refill="rescale",
+    )
 
 
+@user_names(initial_scale="scale", dynamic_growth_steps="growth_interval")
 def tf_keras(
     dynamic: bool = True,
     initial_scale: float | None = None,
@@ -196,18 +191,18 @@ def tf_keras(
       >>> presets.tf_keras(dynamic=False, initial_scale=1024)
       FixedLossScale(1024.0)
     """
-    with user_names(initial_scale="scale", dynamic_growth_steps="growth_interval"):
-        if validation.flag("dynamic", dynamic):
-            scale = 2.0**15 if initial_scale is None else initial_scale
-            interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-            return DynamicLossScale(initial_scale=scale, growth_interval=interval)
-        if initial_scale is None or dynamic_growth_steps is not None:
-            raise ValueError(
-                "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
-            )
-        return FixedLossScale(initial_scale)
+    if validation.flag("dynamic", dynamic):
+        scale = 2.0**15 if initial_scale is None else initial_scale
+        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+        return DynamicLossScale(initial_scale=scale, growth_interval=interval)
+    if initial_scale is None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
+        )
+    return FixedLossScale(initial_scale)
 
 
+@user_names(dynamic_growth_steps="growth_interval")
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> DynamicLossScale:
@@ -222,14 +217,14 @@ def keras(
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    with user_names(dynamic_growth_steps="growth_interval"):
-        return DynamicLossScale(
-            initial_scale=initial_scale,
-            growth_interval=dynamic_growth_steps,
-            min_scale=None,
-        )
+    return DynamicLossScale(
+        initial_scale=initial_scale,
+        growth_interval=dynamic_growth_steps,
+        min_scale=None,
+    )
 
 
+@user_names(init_scale="initial_scale")
 def pytorch(
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -251,18 +246,22 @@ def pytorch(
       >>> float(presets.pytorch()())
       65536.0
     """
-    with user_names(init_scale="initial_scale"):
-        if not validation.flag("enabled", enabled):
-            return FixedLossScale(1)
-        return DynamicLossScale(
-            initial_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=None,
-        )
+    if not validation.flag("enabled", enabled):
+        return FixedLossScale(1)
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=None,
+    )
 
 
+@user_names(
+    fin_steps="initial_growth_counter",
+    scale="initial_scale",
+    minimum_scale="min_scale",
+)
 def flax(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -290,28 +289,29 @@ def flax(
       >>> presets.flax().growth_interval
       2001
     """
-    with user_names(
-        fin_steps="initial_growth_counter",
-        scale="initial_scale",
-        minimum_scale="min_scale",
-    ):
-        finite_steps = validation.int_between(
-            "growth_interval",
-            growth_interval,
-            least=0,
-            most=validation.LARGEST_INT - 1,
-        )
-        return DynamicLossScale(
-            initial_scale=scale,
-            growth_factor=_in_float32("growth_factor", growth_factor),
-            backoff_factor=_in_float32("backoff_factor", backoff_factor),
-            growth_interval=finite_steps + 1,
-            initial_growth_counter=fin_steps,
-            min_scale=minimum_scale,
-            max_scale=validation.LARGEST,
-        )
+    finite_steps = validation.int_between(
+        "growth_interval",
+        growth_interval,
+        least=0,
+        most=validation.LARGEST_INT - 1,
+    )
+    return DynamicLossScale(
+        initial_scale=scale,
+        growth_factor=_growth_factor("growth_factor", growth_factor),
+        backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
+        growth_interval=finite_steps + 1,
+        initial_growth_counter=fin_steps,
+        min_scale=minimum_scale,
+        max_scale=validation.LARGEST,
+    )
 
 
+@user_names(
+    loss_scale="initial_scale",
+    counter="initial_growth_counter",
+    period="growth_interval",
+    min_loss_scale="min_scale",
+)
 def jmp(
     loss_scale: float,
     counter: int = 0,
@@ -336,23 +336,21 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    with user_names(
-        loss_scale="initial_scale",
-        counter="initial_growth_counter",
-        period="growth_interval",
-        min_loss_scale="min_scale",
-    ):
-        growth_factor = _growth_factor("factor", factor)
-        return DynamicLossScale(
-            initial_scale=loss_scale,
-            growth_interval=period,
-            growth_factor=growth_factor,
-            backoff_factor=_reciprocal(growth_factor),
-            min_scale=min_loss_scale,
-            initial_growth_counter=counter,
-        )
+    return _of_one_factor(
+        factor,
+        initial_scale=loss_scale,
+        growth_interval=period,
+        min_scale=min_loss_scale,
+        initial_growth_counter=counter,
+    )
 
 
+@user_names(
+    loss_scaling="initial_scale",
+    counter="initial_growth_counter",
+    period="growth_interval",
+    min_loss_scaling="min_scale",
+)
 def mpx(
     loss_scaling: float,
     min_loss_scaling: float = 1.0,
@@ -377,22 +375,28 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    with user_names(
-        loss_scaling="initial_scale",
-        counter="initial_growth_counter",
-        period="growth_interval",
-        min_loss_scaling="min_scale",
-    ):
-        growth_factor = _growth_factor("factor", factor)
-        return DynamicLossScale(
-            initial_scale=loss_scaling,
-            growth_interval=period,
-            growth_factor=growth_factor,
-            backoff_factor=_reciprocal(growth_factor),
-            min_scale=min_loss_scaling,
-            max_scale=65504.0,
-            initial_growth_counter=counter,
-        )
+    return _of_one_factor(
+        factor,
+        initial_scale=loss_scaling,
+        growth_interval=period,
+        min_scale=min_loss_scaling,
+        max_scale=65504.0,
+        initial_growth_counter=counter,
+    )
+
+
+def _of_one_factor(factor: float, **configuration: Any) -> DynamicLossScale:
+    """The loss scale of JMP and MPX, which multiply by a factor and divide by it.
+
+    XLA compiles their division to a multiplication by the reciprocal in float32.
+    """
+    growth_factor = _growth_factor("factor", factor)
+    reciprocal = np.float32(1 / growth_factor)
+    return DynamicLossScale(
+        growth_factor=growth_factor,
+        backoff_factor=float(reciprocal),
+        **configuration,
+    )
 
 
 def megatron(
@@ -425,13 +429,19 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_in_float32("growth_factor", growth_factor),
-        backoff_factor=_in_float32("backoff_factor", backoff_factor),
+        growth_factor=_growth_factor("growth_factor", growth_factor),
+        backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
 
 
+@user_names(
+    init_scale="initial_scale",
+    scale_window="growth_interval",
+    delayed_shift="hysteresis",
+    raise_error_at_min_scale="can_be_exhausted",
+)
 def deepspeed(
     init_scale: float = 2.0**32,
     scale_factor: float = 2.0,
@@ -459,26 +469,26 @@ def deepspeed(
       >>> bool(presets.deepspeed(init_scale=1.0).adjust(False).exhausted())
       True
     """
-    with user_names(
-        init_scale="initial_scale",
-        scale_window="growth_interval",
-        delayed_shift="hysteresis",
-        raise_error_at_min_scale="can_be_exhausted",
-    ):
-        consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
-        factor = validation.growth_factor("scale_factor", scale_factor)
-        return DynamicLossScale(
-            initial_scale=init_scale,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-            growth_interval=scale_window,
-            min_scale=min_scale,
-            hysteresis=delayed_shift,
-            hysteresis_refill="finite" if consecutive else "growth",
-            can_be_exhausted=raise_error_at_min_scale,
-        )
+    consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
+    factor = validation.growth_factor("scale_factor", scale_factor)
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        hysteresis=delayed_shift,
+        hysteresis_refill="finite" if consecutive else "growth",
+        can_be_exhausted=raise_error_at_min_scale,
+    )
 
 
+@user_names(
+    init_scale="initial_scale",
+    scale_window="growth_interval",
+    scale_factor="factor",
+    min_loss_scale="min_scale",
+)
 def fairseq(
     init_scale: float = 2.0**15,
     scale_factor: float = 2.0,
@@ -505,22 +515,17 @@ def fairseq(
       >>> float(presets.fairseq().adjust(False)())
       16384.0
     """
-    with user_names(
-        init_scale="initial_scale",
-        scale_window="growth_interval",
-        scale_factor="factor",
-        min_loss_scale="min_scale",
-    ):
-        return ToleranceLossScale(
-            initial_scale=init_scale,
-            growth_interval=scale_window,
-            factor=scale_factor,
-            tolerance=tolerance,
-            threshold=threshold,
-            min_scale=min_loss_scale,
-        )
+    return ToleranceLossScale(
+        initial_scale=init_scale,
+        growth_interval=scale_window,
+        factor=scale_factor,
+        tolerance=tolerance,
+        threshold=threshold,
+        min_scale=min_loss_scale,
+    )
 
 
+@user_names(scale_min="min_scale", scale_max="max_scale")
 def openseq2seq_logmax(
     scale_min: float = 1.0,
     scale_max: float = 2.0**24,
@@ -534,7 +539,7 @@ def openseq2seq_logmax(
     Args:
       scale_min: the floor.
       scale_max: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the original; at
         most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
@@ -545,22 +550,28 @@ def openseq2seq_logmax(
       >>> float(presets.openseq2seq_logmax()())
       1.0
     """
-    with user_names(scale_min="min_scale", scale_max="max_scale"):
-        most = validation.scale("max_scale", scale_max)
-        least = validation.number_between(
-            "min_scale", scale_min, least=validation.SMALLEST, most=most
-        )
-        return LogMaxLossScale(
-            initial_scale=min(max(1.0, least), most),
-            min_scale=least,
-            max_scale=most,
-            log_max=log_max,
-            beta1=beta1,
-            beta2=beta2,
-            overflow_std_dev=overflow_std_dev,
-        )
+    most = validation.scale("scale_max", scale_max)
+    least = validation.number_between(
+        "scale_min", scale_min, least=validation.SMALLEST, most=most
+    )
+    return LogMaxLossScale(
+        initial_scale=min(max(1.0, least), most),
+        min_scale=least,
+        max_scale=most,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+    )
 
 
+@user_names(
+    loss_scale="scale",
+    init_scale="initial_scale",
+    scale_window="growth_interval",
+    min_loss_scale="min_scale",
+    max_loss_scale="max_scale",
+)
 def apex(
     loss_scale: float | Literal["dynamic"] = "dynamic",
     init_scale: float = 2.0**16,
@@ -584,22 +595,15 @@ def apex(
       >>> float(presets.apex(init_scale=2.0**24, scale_window=1).adjust(True)())
       16777216.0
     """
-    with user_names(
-        loss_scale="scale",
-        init_scale="initial_scale",
-        scale_window="growth_interval",
-        min_loss_scale="min_scale",
-        max_loss_scale="max_scale",
-    ):
-        if not isinstance(loss_scale, str):
-            return FixedLossScale(loss_scale)
-        if loss_scale != "dynamic":
-            validation.refuse("loss_scale", loss_scale, "a number or 'dynamic'")
-        most = validation.scale("max_loss_scale", max_loss_scale)
-        scale = min(validation.scale("init_scale", init_scale), most)
-        return DynamicLossScale(
-            initial_scale=scale,
-            growth_interval=scale_window,
-            min_scale=min_loss_scale,
-            max_scale=most,
-        )
+    if not isinstance(loss_scale, str):
+        return FixedLossScale(loss_scale)
+    if loss_scale != "dynamic":
+        refuse("loss_scale", loss_scale, "a number or 'dynamic'")
+    most = validation.scale("max_loss_scale", max_loss_scale)
+    scale = min(validation.scale("init_scale", init_scale), most)
+    return DynamicLossScale(
+        initial_scale=scale,
+        growth_interval=scale_window,
+        min_scale=min_loss_scale,
+        max_scale=most,
+    )

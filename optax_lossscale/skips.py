@@ -1,9 +1,9 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
 Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
-`spikes` is the rule to use. The others are the rules of other systems, under their
-original names and argument names. They decide about finite steps as the originals do.
-Unlike most originals, they learn nothing from a non-finite step, which is skipped
+`spikes` is the rule to use. The others are the rules of other systems, named after them
+and with the original argument names. They decide about finite steps as the originals
+do. Unlike most originals, they learn nothing from a non-finite step, which is skipped
 anyway.
 
 Each function returns a `SkipRule`, which you may subclass for a rule of your own. A
@@ -11,8 +11,8 @@ wrong argument raises a `ValueError`.
 """
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.messages import refuse, user_names
 from optax_lossscale._arrays.names import make_public
-from optax_lossscale._arrays.validation import user_names
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.spikes import SpikeSkipRule
@@ -52,8 +52,8 @@ def spikes(
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly
-    moves. A norm that several of these steps reached, 3 or 1 in 20, is usual, too. The
-    same holds for the loss, if it is passed to the step as `value`. The rule::
+    moves. A norm that at least 3 of them reached, or 1 in 20 if that is more, is usual,
+    too. The same holds for the loss, if it is passed to the step as `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -101,6 +101,7 @@ def spikes(
     return SpikeSkipRule(factor=factor, least=least, window=window, max_skips=max_skips)
 
 
+@user_names(rolling_interval_length="length")
 def olmo_core(
     rolling_interval_length: int = 128, sigma_factor: float = 6
 ) -> RollingSkipRule:
@@ -122,12 +123,12 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    with user_names(rolling_interval_length="length"):
-        # The original counts the step that it decides about.
-        least_history = _half(rolling_interval_length) - 1
-        return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
+    # The original counts the step that it decides about.
+    least_history = _half(rolling_interval_length) - 1
+    return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
 
+@user_names(interval="rolling_interval_length", scaling_factor="sigma_factor")
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """The rule of MaxText's `skip_step_on_spikes`, with the defaults of its config.
 
@@ -144,10 +145,10 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
       >>> skips.maxtext(interval=64).least_history
       31
     """
-    with user_names(interval="rolling_interval_length", scaling_factor="sigma_factor"):
-        return olmo_core(interval, scaling_factor)
+    return olmo_core(interval, scaling_factor)
 
 
+@user_names(rolling_interval_length="length")
 def levanter(
     rolling_interval_length: int = 128, sigma_factor: float = 6.0
 ) -> RollingSkipRule:
@@ -167,16 +168,16 @@ def levanter(
       >>> skips.levanter(rolling_interval_length=64).least_history
       32
     """
-    with user_names(rolling_interval_length="length"):
-        return RollingSkipRule(
-            rolling_interval_length,
-            sigma_factor,
-            least_history=_half(rolling_interval_length),
-            ddof=0,
-            least_deviation=1e-6,
-        )
+    return RollingSkipRule(
+        rolling_interval_length,
+        sigma_factor,
+        least_history=_half(rolling_interval_length),
+        ddof=0,
+        least_deviation=1e-6,
+    )
 
 
+@user_names(drop_norm="threshold")
 def axlearn(
     drop_norm: float | DropNorm, grad_norm_ema_decay: float | None = None
 ) -> ThresholdSkipRule | MovingAverageSkipRule:
@@ -192,7 +193,7 @@ def axlearn(
         `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`, whose threshold
         follows the norms.
       grad_norm_ema_decay: the decay of the moving averages that such a threshold needs,
-        in (0, 1).
+        in (0, 1); ignored if `drop_norm` is a number.
 
     Example:
       >>> from optax_lossscale import skips
@@ -202,16 +203,15 @@ def axlearn(
       >>> print(should_apply)
       False
     """
-    with user_names(drop_norm="threshold"):
-        if not isinstance(drop_norm, DropNorm):
-            return ThresholdSkipRule(drop_norm, strict=True)
-        if grad_norm_ema_decay is None:
-            validation.refuse(
-                "grad_norm_ema_decay",
-                grad_norm_ema_decay,
-                "given, such as 0.99, where drop_norm follows the norms",
-            )
-        return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
+    if not isinstance(drop_norm, DropNorm):
+        return ThresholdSkipRule(drop_norm, strict=True)
+    if grad_norm_ema_decay is None:
+        refuse(
+            "grad_norm_ema_decay",
+            grad_norm_ema_decay,
+            "given, such as 0.99, where drop_norm follows the norms",
+        )
+    return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
 
 
 def drop_norm_by_grad_norm_ema(
@@ -257,6 +257,7 @@ def drop_norm_by_grad_norm_stddev(
     return DropNorm(1.0, stddev_factor=_smallest(multipliers), min_count=count)
 
 
+@user_names(grad_norm_skip_threshold="threshold")
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     """The rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
 
@@ -269,8 +270,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
       >>> print(should_apply)
       False
     """
-    with user_names(grad_norm_skip_threshold="threshold"):
-        return ThresholdSkipRule(grad_norm_skip_threshold)
+    return ThresholdSkipRule(grad_norm_skip_threshold)
 
 
 def _half(length: int) -> int:
@@ -282,5 +282,5 @@ def _half(length: int) -> int:
 def _smallest(multipliers: tuple[float, ...]) -> float:
     """The smallest multiplier, the only one that matters: its threshold is the lowest."""
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
-        validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
+        refuse("multipliers", multipliers, "a tuple of positive numbers")
     return min(validation.positive("multipliers", x) for x in multipliers)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages
 
 try:
     import matplotlib.pyplot as plt
@@ -26,7 +26,7 @@ def axes_for(axes: Axes | None, height: float) -> Axes:
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")
     if not isinstance(axes, Axes):
-        got = validation.shown(axes)
+        got = messages.shown(axes)
         raise TypeError(f"axes must be one matplotlib Axes, got {got}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)

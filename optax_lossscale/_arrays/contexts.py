@@ -5,7 +5,7 @@ Each is one of JAX's user contexts: `with OVERFLOWS(True):` sets it, and
 depends on the value, so JAX makes the value part of the key of its caches: a function
 that was compiled under one value is not used under another.
 
-To make a context changes these keys, too, and whatever JAX compiled before is compiled
+Creating a context changes the keys, too, and whatever JAX compiled before is compiled
 again. So all contexts are made here, when the package is imported, which comes before
 the first step. `jax.extend` is imported here for the same reason: some modules of this
 package import it later, and from jax 0.12 on it imports Pallas, which makes a context

@@ -6,18 +6,22 @@ So the two numbers that some loss scales and skip rules measure, the largest gra
 and the global norm, are computed in the same pass.
 
 `_reduce_tree` takes the floating-point and complex leaves of a tree, all others being
-finite, and puts leaves of one type into groups. The leaves of a group are combined
-elementwise (`_joined`) and reduced to one number by one kernel. Each reduction is
-written twice, for XLA's compiler for CPUs and for all others.
+finite, and puts leaves of one type into groups. What is computed of them is a
+`_Measure`, such as the sum of squares. The leaves of a group are combined elementwise
+(`_combined_leaves`), and the array that results is reduced to one number. `_reduced`
+does so in the obvious way, and XLA's compilers for GPU and TPU compute several measures
+in one pass. The compiler for CPUs does not, so there `_reduced_and_checked` takes its
+place.
 
 Under `jit` alone, arrays are global, and the compiler inserts what communication a
 reduction needs. Under `pmap` and `shard_map`, the check sees the numbers of one
 replica, and the results of all replicas are reduced to one by `across`.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +35,23 @@ from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_le
 AxisName = Hashable  # the name of a mapped axis, or a tuple of such names
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
 
-# How many numbers of a large leaf are summed one after the other, on CPU
-_ROW = 2**16
-_SHORTEST_ROW = 2**8
+
+class _Measure(NamedTuple):
+    """What is computed of each number, and how the results of all become one.
+
+    Attributes:
+      function: from a leaf to an array of its shape.
+      operation: from two results to one.
+      initial: what `operation` combines with a result to the result itself.
+    """
+
+    function: Callable
+    operation: Callable
+    initial: np.generic
+
+
+# How many numbers are summed one after the other on CPU, at most
+_LONGEST_ROW = 2**16
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -71,10 +89,12 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
     The norm is float32, as is the sum of squares under its root. So from 2**64 on it is
-    infinite, though all numbers may be finite. Below about 1e-19 it may be 0, as CPUs
-    flush subnormal squares to zero.
+    infinite, though all numbers may be finite. CPUs flush the squares of numbers below
+    about 1e-19 to zero, so the norm of many such numbers is 0.
     """
-    sum_of_squares, finite = _reduce_tree(tree, _squares_on_cpu, _squares)
+    sum_of_squares, finite = _reduce_tree(
+        tree, _squares_and_flags_on_cpu, _squares_and_flags
+    )
     return jnp.sqrt(sum_of_squares), finite
 
 
@@ -84,25 +104,18 @@ def _reduce_tree(
     """Reduces groups of a tree's leaves in the way that suits the platform.
 
     Both functions take groups and return the same. Which one runs is chosen when the
-    program is lowered.
-
-    If any leaf is known to lie on several devices, all platforms take `reduction`, with
-    a group for each leaf. If leaves are partitioned and that is not known, the result
-    is the same, but devices exchange more. On CPU they exchange results for each leaf.
-    And they exchange whole leaves where a group holds leaves that are partitioned along
-    different axes, or where the norm cuts leaves into rows.
+    program is lowered. But if any leaf is known to lie on several devices, all
+    platforms take `reduction`, with a group for each leaf.
     """
-    inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))
-    leaves = [jnp.asarray(x) for x in inexact_leaves]
-    if not leaves:
-        leaves = [jnp.float32(0)]
+    leaves = _real_leaves(tree)
     if any(map(is_on_several_devices, leaves)):
         return reduction(_groups(leaves, 1))
     # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
     # CPU there must be enough kernels to keep all cores busy. A GPU's compiler computes
     # the norm of a clip in the same pass for groups of four, but not of eight. A TPU's
     # compiler would keep more gradients waiting in main memory.
-    size_on_cpu = min(max(len(leaves) // 32, 1), 8)
+    size_for_32_kernels = len(leaves) // 32
+    size_on_cpu = min(max(size_for_32_kernels, 1), 8)
     return lax.platform_dependent(
         leaves,
         cpu=lambda leaves: cpu_reduction(_groups(leaves, size_on_cpu)),
@@ -111,11 +124,23 @@ def _reduce_tree(
     )
 
 
+def _real_leaves(tree: Any) -> list[jax.Array]:
+    """The floating-point leaves, and both parts of complex ones; a zero if none is."""
+    leaves = []
+    for leaf in filter(is_inexact_leaf, jax.tree.leaves(tree)):
+        x = jnp.asarray(leaf)
+        if jnp.iscomplexobj(x):
+            leaves += [x.real, x.imag]
+        else:
+            leaves.append(x)
+    return leaves or [jnp.float32(0)]
+
+
 def _groups(leaves: list[jax.Array], size: int) -> Groups:
     """Groups of at most `size` leaves, each of leaves of the same shape and dtype."""
-    leaves_of_type: dict[Any, list[jax.Array]] = {}
+    leaves_of_type = collections.defaultdict(list)
     for x in leaves:
-        leaves_of_type.setdefault(jax.typeof(x), []).append(x)
+        leaves_of_type[jax.typeof(x)].append(x)
     groups = []
     for alike in leaves_of_type.values():
         starts = range(0, len(alike), size)
@@ -123,176 +148,116 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     return groups
 
 
-def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax.Array]:
-    """One array for each group: `function` of every leaf, combined by `operation`.
-
-    Both work elementwise, so the array has the shape of the leaves.
-    """
+def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
+    """One array for each group: the results of its leaves, combined elementwise."""
     arrays = []
     for leaves in groups:
-        results = map(function, leaves)
-        joined = functools.reduce(operation, results)
-        arrays.append(joined)
+        results = map(measure.function, leaves)
+        array = functools.reduce(measure.operation, results)
+        arrays.append(array)
     return arrays
 
 
-# --- by default ---
+# --- on GPU and TPU, and of arrays on several devices ---
 #
-# If leaves are partitioned, their groups are single leaves, and a reduction of the tree
-# takes one all-reduce, of a number for each leaf.
+# XLA computes several reductions of the same numbers in one pass. If leaves are
+# partitioned, their groups are single leaves, and a reduction takes one all-reduce, of
+# a number for each leaf.
 
 
 def _all_finite(groups: Groups) -> jax.Array:
     """Whether all numbers are finite; bool, shape ()."""
-    arrays_of_flags = _joined(groups, _is_finite, lax.bitwise_and)
-    return _reduced(jnp.all, arrays_of_flags)
+    return _reduced(groups, _FLAGS)
 
 
 def _largest(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
-    magnitudes = _joined(groups, _magnitude_or_infinity, lax.max)
-    largest_or_zero = functools.partial(jnp.max, initial=0)
-    return _reduced(largest_or_zero, magnitudes)
+    return _reduced(groups, _MAGNITUDES)
 
 
-def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The sum of squares, and whether all are finite: two reductions in one pass."""
-    squares = _joined(groups, _square, lax.add)
-    sum_of_squares = _reduced(jnp.sum, squares)
-    return sum_of_squares, _all_finite(groups)
+def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The sum of squares, and whether all numbers are finite; both of shape ()."""
+    return _reduced(groups, _SQUARES), _reduced(groups, _FLAGS)
 
 
-def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
-    """The reduction of several arrays to one number, by way of one number for each."""
-    of_each = [reduce(x) for x in arrays]
-    return reduce(jnp.stack(of_each))
+def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
+    """A measure of all numbers, by way of one result for each group; shape ()."""
+    _, operation, initial = measure
+    results = []
+    for x in _combined_leaves(groups, measure):
+        result = lax.reduce(x, initial, operation, range(x.ndim))
+        results.append(result)
+    return lax.reduce(jnp.stack(results), initial, operation, [0])
 
 
 # --- on CPU ---
 #
 # XLA compiles a reduction with one output to several passes, through an array of the
 # leaf's size. A reduction with two outputs becomes a single pass at the speed of
-# memory, in every dtype and with the unscaling fused into it. So each function below
-# reduces two things at once: what it computes, and the flags of finiteness. The check
-# needs one output only, so it adds a dummy, `x == x`, for the single pass. (The largest
-# value alone would not show a NaN, as a max loses NaNs on CPU.) Of partitioned leaves,
-# XLA makes no all-reduce for two outputs, but gathers the results of all devices for
-# each leaf: hence the other reduction for these.
+# memory, in every dtype and with the unscaling fused into it. So `_reduced_and_checked`
+# reduces the flags of finiteness beside whatever else is computed. The check alone
+# needs one output, so it adds a dummy, a sum of zeros.
+#
+# Of partitioned leaves, XLA makes no all-reduce for two outputs: hence the other
+# reductions for these. If leaves are not known to be partitioned, the result is the
+# same, but devices exchange more: the results for each leaf, and whole leaves where a
+# group holds leaves that are partitioned along different axes, or where the norm cuts
+# leaves into rows.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all numbers are finite; bool, shape ()."""
-    sums = _finite_sums(groups)
-    dummy = [lax.eq(x, x) for x in sums]  # XLA fuses only a two-output reduction
-    no_nan, finite = _reduced_beside_check(lax.bitwise_and, np.True_, dummy, sums)
-    flags = no_nan & finite  # uses the dummy, so that no compiler removes it
-    return flags.all()
+    zero, finite = _reduced_and_checked(groups, _ZEROS)
+    return finite & (zero == 0)  # uses the dummy, so that no compiler removes it
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
-    magnitudes = _joined(groups, _magnitude, lax.max)
-    sums = _finite_sums(groups)
-    maxima, finite = _reduced_beside_check(lax.max, np.float32(0), magnitudes, sums)
-    return jnp.where(finite.all(), maxima.max(), jnp.inf)
+    maximum, finite = _reduced_and_checked(groups, _MAGNITUDES)
+    return jnp.where(finite, maximum, jnp.inf)  # uses the flag for the same reason
 
 
-def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The sum of squares, and in the same pass whether all numbers are finite."""
-    # Such a reduction adds one number after the other, and a float32 sum that has
-    # reached 2**24 does not grow by adding 1. So large leaves are summed row by row.
-    squares = _in_rows(_joined(groups, _square, lax.add))
-    sums = _in_rows(_finite_sums(groups))
-    sums_of_rows, finite = _reduced_beside_check(
-        lax.add, np.float32(0), squares, sums, first_axis=1
-    )
-    return sums_of_rows.sum(), finite.all()
+def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The sum of squares, and whether all numbers are finite; both of shape ()."""
+    # The reduction adds one number after the other, and a float32 sum that has reached
+    # 2**24 does not grow by adding 1. So large leaves are summed row by row.
+    in_rows = [list(map(_in_rows, leaves)) for leaves in groups]
+    return _reduced_and_checked(in_rows, _SQUARES, first_axis=1)
 
 
-def _finite_sums(groups: Groups) -> list[jax.Array]:
-    """One array for each group, finite in each place where all its leaves are."""
-    return [_finite_sum(leaves) for leaves in groups]
-
-
-def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
-    """An array of the leaves' shape, finite in each place where all of them are."""
-    if len(leaves) == 1:
-        return leaves[0]
-    # x - x is zero if x is finite, and NaN otherwise, and so is the sum. Flags combined
-    # by `and` would not be vectorized. The sum is in float32, as a CPU rounds 16-bit
-    # numbers one by one.
-    wide = map(at_least_float32, leaves)
-    zeros = [lax.sub(x, x) for x in wide]
-    return functools.reduce(lax.add, zeros)
-
-
-def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The numbers of the arrays in matrices, whose rows are short enough to sum."""
-    matrices = []
-    for x in arrays:
-        matrices += _rows(x)
-    return matrices
-
-
-def _rows(x: jax.Array) -> list[jax.Array]:
-    """The numbers of an array in one matrix, or in two with rows of different lengths.
-
-    Up to `_ROW` numbers are one row. Otherwise, a row's length is the largest power of
-    two that divides the array's size, but at most `_ROW`. If that is less than
-    `_SHORTEST_ROW`, rows have `_ROW` numbers, and the remaining ones are a row of their
-    own.
-    """
-    size = x.size
-    if size <= _ROW:
-        return [x.reshape(1, size)]
-    divisor = size & -size  # the largest power of two that divides
-    length = min(divisor, _ROW)
-    if length < _SHORTEST_ROW:
-        length = _ROW
-    rest = size % length
-    end = size - rest
-    flat = x.reshape(-1)
-    rows = flat[:end].reshape(-1, length)
-    if not rest:
-        return [rows]
-    last_row = flat[end:].reshape(1, rest)
-    return [rows, last_row]
-
-
-def _reduced_beside_check(
-    operation: Callable,
-    initial: np.generic,
-    arrays: list[jax.Array],
-    checked: list[jax.Array],
-    first_axis: int = 0,
+def _reduced_and_checked(
+    groups: Groups, measure: _Measure, first_axis: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Reduces each array and, in the same pass, checks the one beside it.
+    """A measure of all numbers, and whether all are finite; both of shape ().
 
-    `operation` combines two numbers, of which `initial` leaves the other as it is. The
-    axes from `first_axis` on are reduced. Returns the results of all arrays as one
-    vector, and as another one whether the numbers of `checked` that belong to each
-    result are finite.
+    The axes of each leaf from `first_axis` on are reduced in one pass, and what is left
+    of all leaves after it.
     """
-    reduced = []
+    _, operation, initial = measure
+    arrays = _combined_leaves(groups, measure)
+    # Flags combined by `and` would not be vectorized, as sums of zeros and NaNs are.
+    sums = _combined_leaves(groups, _ZEROS)
+    results = []
     flags = []
-    for x, numbers in zip(arrays, checked, strict=True):
+    for x, zeros in zip(arrays, sums, strict=True):
         result, flag = lax.reduce(
-            (x, _is_finite(numbers)),
+            (x, lax.is_finite(zeros)),
             (initial, np.True_),
-            _beside_and(operation),
+            _with_flag(operation),
             range(first_axis, x.ndim),
         )
-        reduced.append(result.reshape(-1))
+        results.append(result.reshape(-1))
         flags.append(flag.reshape(-1))
     # Without the barrier, these would be fused with what is computed from them, to a
     # kernel with an argument for every leaf, which compiles in quadratic time.
-    all_reduced = jnp.concatenate(reduced)
-    all_flags = jnp.concatenate(flags)
-    return lax.optimization_barrier((all_reduced, all_flags))
+    vectors = (jnp.concatenate(results), jnp.concatenate(flags))
+    all_results, all_flags = lax.optimization_barrier(vectors)
+    result = lax.reduce(all_results, initial, operation, [0])
+    return result, all_flags.all()
 
 
 @functools.cache  # JAX traces the function returned only once if it is the same one
-def _beside_and(operation: Callable) -> Callable:
+def _with_flag(operation: Callable) -> Callable:
     """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
 
     def on_pairs(so_far, new):
@@ -303,38 +268,48 @@ def _beside_and(operation: Callable) -> Callable:
     return on_pairs
 
 
-# --- numbers ---
+def _in_rows(x: jax.Array) -> jax.Array:
+    """The numbers of a leaf as a matrix, whose rows have at most `_LONGEST_ROW`."""
+    if x.size <= _LONGEST_ROW:
+        return x.reshape(1, x.size)
+    lengths = range(_LONGEST_ROW, 0, -1)
+    longest = next(length for length in lengths if x.size % length == 0)
+    return x.reshape(-1, longest)
 
 
-def _is_finite(x: jax.Array) -> jax.Array:
-    """A bool for each number: whether it is finite."""
-    if jnp.iscomplexobj(x):
-        return jnp.isfinite(x)
-    return lax.is_finite(x)  # quicker to trace
+# --- measures ---
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """The square of each absolute value, as float32."""
-    if jnp.iscomplexobj(x):
-        return _square(x.real) + _square(x.imag)
+    """The square of each number, as float32."""
     return jnp.square(x.astype(jnp.float32))
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """The absolute value of each number as float32, finite if the number is.
+    """The absolute value of each number, as float32; infinity unless it is finite.
 
-    For a complex number, the larger of the absolute values of its parts.
+    So a max does not lose a NaN, as it does on CPU. A float64 that is more than float32
+    holds counts as the largest float32 number.
     """
-    if jnp.iscomplexobj(x):
-        return jnp.maximum(_magnitude(x.real), _magnitude(x.imag))
-    if x.dtype.itemsize > 4:  # a float64 may be more than float32 holds
-        x = jnp.clip(x, -validation.LARGEST, validation.LARGEST)
-    return jnp.abs(x.astype(jnp.float32))
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    bounded = jnp.minimum(magnitude, validation.LARGEST)
+    return jnp.where(lax.is_finite(x), bounded, jnp.inf)
 
 
-def _magnitude_or_infinity(x: jax.Array) -> jax.Array:
-    """`_magnitude`, but infinity for NaN, which a max may lose, and for infinity."""
-    return jnp.where(_is_finite(x), _magnitude(x), jnp.inf)
+def _zero_if_finite(x: jax.Array) -> jax.Array:
+    """Zero for each finite number, and NaN for any other, as float32.
+
+    It is computed in float32 or wider, as a CPU rounds 16-bit numbers one by one.
+    """
+    wide = at_least_float32(x)
+    difference = lax.sub(wide, wide)
+    return difference.astype(jnp.float32)
+
+
+_FLAGS = _Measure(lax.is_finite, lax.bitwise_and, np.True_)
+_MAGNITUDES = _Measure(_magnitude, lax.max, np.float32(0))
+_SQUARES = _Measure(_square, lax.add, np.float32(0))
+_ZEROS = _Measure(_zero_if_finite, lax.add, np.float32(0))
 
 
 # --- over replicas ---
@@ -366,23 +341,13 @@ def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Ar
     """
     if axis_name in (None, ()):
         return x
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    are_axes = all(_is_axis(name) for name in names)
-    if not are_axes or len(set(names)) < len(names):
+    try:
+        hash(axis_name)  # JAX would take a list for a tuple
+        lax.axis_size(axis_name)  # under shard_map, `reduce` would not name the axis
+        return reduce(x, axis_name)
+    except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
             "this step, nor a tuple of such axes, each once. Under jit alone, leave "
             "axis_name out: the check already covers all devices"
-        )
-    return reduce(x, names)
-
-
-def _is_axis(name: Any) -> bool:
-    """Whether a `pmap` or `shard_map` around the step maps an axis of this name."""
-    if isinstance(name, (tuple, list)):
-        return False  # JAX would take it for several axes, and return their product
-    try:
-        lax.axis_size(name)
-    except (NameError, TypeError, ValueError):
-        return False
-    return True
+        ) from error

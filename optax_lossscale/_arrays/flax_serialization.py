@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages
 
 
 def register_with_flax(cls: Any) -> None:
@@ -22,8 +22,8 @@ def register_with_flax(cls: Any) -> None:
 
     Flax treats an unknown type as a leaf, and restores whatever was saved in its place.
     As Flax may be imported after the class was defined, this is called whenever an
-    instance is made, as at each step. So a program has to import Flax before the step
-    that makes the state it saves.
+    instance is made, as at each step. So Flax must be imported before the step whose
+    state is saved.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)
@@ -51,6 +51,6 @@ def _from_state_dict(stateful: Any, saved: Any) -> Any:
         raise ValueError(
             f"a saved {type(stateful).__name__} must hold arrays of the shapes that "
             f"its configuration gives them, {shapes}; got "
-            f"{validation.shown(saved_shapes)}"
+            f"{messages.shown(saved_shapes)}"
         )
     return stateful.replace(**saved)

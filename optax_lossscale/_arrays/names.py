@@ -11,11 +11,14 @@ def make_public(module: str, *things: Any) -> None:
     """Makes a public module the home of classes and functions from private files.
 
     It is the module that reprs, pickles and tracebacks then name, so a pickle can be
-    read after a file has moved. As for the classes that JAX moves so, the price is that
+    read after a file has moved. As for JAX's own public classes, the price is that
     `inspect.getsource` does not find a class. It does find functions and methods.
     """
     for thing in things:
         thing.__module__ = module
+        if "__firstlineno__" in vars(thing):
+            # From Python 3.13 on, the lines of the public module would be returned.
+            del thing.__firstlineno__
 
 
 def path_name(path: Any) -> str:
@@ -23,7 +26,7 @@ def path_name(path: Any) -> str:
     return keystr(path, simple=True, separator="/") or "."
 
 
-def natural(name: str) -> list[tuple[str, int]]:
+def natural_sort_key(name: str) -> list[tuple[str, int]]:
     """A key to sort names by, with numbers in order: layer_2 precedes layer_10."""
     parts = re.findall(r"(\D*)(\d*)", name)
     return [(text, int(digits or 0)) for text, digits in parts]

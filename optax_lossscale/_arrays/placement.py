@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 def is_on_several_devices(x: jax.Array) -> bool:
     """Whether an array is known to lie on several devices while it is traced.
 
-    It may be partitioned over them, or each may hold a copy, which JAX may not know
-    yet. JAX knows the devices of arrays that are computed from arguments which lie on
+    It may be partitioned over them or replicated: while tracing, JAX may not know
+    which. JAX knows the devices of arrays that are computed from arguments which lie on
     several, and under `jax.set_mesh`. It does not know those of arguments that the
     `in_shardings` of `jit` alone will place. Axes that `shard_map` maps do not count:
     along these, the array is what one replica holds.
@@ -43,7 +43,8 @@ def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):
-            mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+            sharding = getattr(x, "sharding", None)
+            mesh = getattr(sharding, "mesh", None)
             is_mesh = isinstance(mesh, jax.sharding.Mesh)
             if is_mesh and AxisType.Explicit in mesh.axis_types:
                 return jax.set_mesh(mesh)

@@ -31,7 +31,8 @@ def is_narrow_leaf(x: Any) -> bool:
 
 def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+    has_dtype = hasattr(x, "dtype") and not isinstance(x, type)  # as jnp.float32 is
+    return has_dtype or isinstance(x, (bool, int, float, complex))
 
 
 def at_least_float32(x: Any) -> Any:

@@ -24,13 +24,14 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
 # Half of a bfloat16 number's last place. It is added before the lower half of the bits
-# is cut off, which rounds the upper half; the rest of an exact
-# bfloat16 number is therefore 0x8000.
+# is cut off, which rounds the upper half; the rest of an exact bfloat16 number is
+# therefore 0x8000.
 _HALF = np.uint32(0x8000)
-_UPPER = np.uint32(0xFFFF0000)
-_UNSIGNED = np.uint32(0x7FFFFFFF)
-_SMALLEST = np.uint32(0x00010000)  # the bits of the smallest positive bfloat16 number
-_INFINITE = np.uint32(0x7F800000)
+_UPPER_MASK = np.uint32(0xFFFF0000)
+_MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
+_MAGNITUDE_MASK_OF_16_BITS = np.uint16(0x7FFF)
+_SMALLEST_BITS = np.uint32(0x00010000)  # of the smallest positive bfloat16 number
+_INFINITY_BITS = np.uint32(0x7F800000)
 
 
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
@@ -45,7 +46,7 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         rounded = number.astype(jnp.float16)
         return rounded.astype(jnp.float32), number
     bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
-    upper = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
+    upper = lax.bitcast_convert_type(bits & _UPPER_MASK, jnp.float32)
     rounded = jnp.where(jnp.isfinite(number), upper, number)
     rest = bits.astype(jnp.uint16)  # the lower half
     return rounded, rest
@@ -60,15 +61,16 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """
     rounded = at_least_float32(rounded)
     if narrow_dtype(rest) == jnp.float16:
-        return _or_replaced(rest, rounded)
+        return _number_unless_replaced(rest, rounded)
     bits = lax.bitcast_convert_type(rounded, jnp.uint32)
-    size = bits & _UNSIGNED
+    size = bits & _MAGNITUDE_MASK
     joined_bits = bits + rest.astype(jnp.uint32) - _HALF
     joined = lax.bitcast_convert_type(joined_bits, jnp.float32)
     # A rest beside zero would be a subnormal number, which float32 arithmetic on most
     # devices flushes to zero; one beside infinity would turn it into another number.
-    has_bits = (size >= _SMALLEST) & (size < _INFINITE)
-    return jnp.where(has_bits, joined, rounded)
+    is_nonzero = size >= _SMALLEST_BITS
+    is_finite = size < _INFINITY_BITS
+    return jnp.where(is_nonzero & is_finite, joined, rounded)
 
 
 def narrow_dtype(rest: Any) -> np.dtype:
@@ -78,17 +80,16 @@ def narrow_dtype(rest: Any) -> np.dtype:
     return jnp.dtype(dtype)
 
 
-def _or_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
+def _number_unless_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
     """`number` where `rounded` is still its rounding to float16, else `rounded`."""
-    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. The
-    # bits are compared, not the values, as a compiler may leave out the rounding of a
-    # value that is only compared.
-    is_zero = rounded == 0
-    number_unsigned = jnp.where(is_zero, jnp.abs(number), number)
-    rounded_unsigned = jnp.where(is_zero, 0, rounded)
-    own_bits = _float16_bits(number_unsigned)
-    bits = _float16_bits(rounded_unsigned)
-    return jnp.where(own_bits == bits, number, rounded)
+    # The bits are compared, not the values, as a compiler may leave out the rounding of
+    # a value that is only compared. But adding an update turns -0.0 into 0.0, so the
+    # sign of a zero does not count.
+    own_bits = _float16_bits(number)
+    bits = _float16_bits(rounded)
+    are_zeros = (own_bits | bits) & _MAGNITUDE_MASK_OF_16_BITS == 0
+    is_its_rounding = (own_bits == bits) | are_zeros
+    return jnp.where(is_its_rounding, number, rounded)
 
 
 def _float16_bits(number: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 import jax
@@ -23,7 +24,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 from optax_lossscale._arrays.precision import T, dtype_of
 
@@ -59,9 +60,9 @@ def state_field(
     metadata = {"is_state": True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    # The value is NumPy's: strongly typed, impossible to donate, and here not to be
-    # written to, so that all instances can share it. And to make a JAX array would
-    # start a backend, which must not happen before `jax.distributed.initialize`.
+    # A read-only NumPy value is strongly typed and cannot be donated, so all instances
+    # can share it. And to make a JAX array would start a backend, which must not happen
+    # before `jax.distributed.initialize`.
     dtype = _DTYPE_OF_PYTHON_NUMBER.get(type(default))
     array = np.array(default, dtype)
     array = array.astype(dtype_of(array))
@@ -99,7 +100,8 @@ class Stateful(abc.ABC):
     _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
-    _checks: ClassVar[dict[str, validation.Check]] = {}
+    _checks: ClassVar[dict[str, validation.Check]] = {}  # of configuration
+    _state_checks: ClassVar[dict[str, validation.Check]] = {}
     _classes: ClassVar[list[type[Self]]] = []  # all subclasses, as they were defined
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -109,7 +111,7 @@ class Stateful(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any):
         """Makes a subclass a frozen dataclass, and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
@@ -122,21 +124,26 @@ class Stateful(abc.ABC):
 
     def __post_init__(self):
         """Checks the configuration; one that overrides it has to call it."""
-        checked_values = {
-            name: check(name, getattr(self, name))
-            for name, check in self._checks.items()
-        }
-        self._set(**checked_values)
+        for name, check in self._checks.items():
+            value = check(name, getattr(self, name))
+            self._set(**{name: value})
 
     def __eq__(self, other: object) -> bool:
-        validation.check_concrete("==", (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
+        validation.check_concrete("==", (self, other))
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))
 
     def __hash__(self) -> int:
         # The state is left out, as arrays and tracers have no hash.
-        return hash((type(self), self._values(self._static_names)))
+        return hash((type(self), self._configuration()))
+
+    def __repr__(self) -> str:
+        names = [f.name for f in dataclasses.fields(self)]
+        public = [name for name in names if not name.startswith("_")]
+        values = [f"{name}={getattr(self, name)!r}" for name in public]
+        listed = ", ".join(values)
+        return f"{type(self).__name__}({listed})"
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance that is being made, although it is frozen."""
@@ -154,14 +161,20 @@ class Stateful(abc.ABC):
 
         Raises:
           TypeError: for a name that is no state field.
+          ValueError: for a `loss_scale` that is a Python number, but not a positive,
+            normal float32.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
             known = ", ".join(self._state_names) or "none"
             raise TypeError(
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
-                f"fields are {known}. For another configuration, construct a new one."
+                f"fields are {known}. For another configuration, construct a new one"
             )
+        for name, check in self._state_checks.items():
+            value = state.get(name)
+            if isinstance(value, (int, float)):  # checking an array would block
+                check(name, value)
         arrays = {
             name: jnp.asarray(value, dtype_of(getattr(self, name)))
             for name, value in state.items()
@@ -210,52 +223,60 @@ class Stateful(abc.ABC):
         match config:
             case {"class_name": str(name), "config": arguments, **others} if not others:
                 if name in class_of:
-                    return validation.construct(class_of[name], arguments)
+                    return construct(class_of[name], arguments)
         names = ", ".join(sorted(class_of))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
-            f"'config', as from get_config(), got {validation.shown(config)}. There "
+            f"'config', as from get_config(), got {messages.shown(config)}. There "
             f"are {names}. Import the module that defines yours first"
         )
 
-    def _values(self, names: list[str]) -> tuple[Any, ...]:
-        """The values of the named fields, as a tuple."""
-        return tuple(getattr(self, name) for name in names)
+    def _configuration(self) -> tuple[tuple[str, Any], ...]:
+        """The names and values of the fields that are static."""
+        return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
         """The state as leaves with keys, and the configuration as static data."""
-        keys = map(GetAttrKey, self._state_names)
-        state = self._values(self._state_names)
-        static = self._values(self._static_names)
-        return list(zip(keys, state, strict=True)), static
+        state = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
+        return state, self._configuration()
 
     @classmethod
-    def _unflatten(cls, static: Any, state: Any) -> Self:
+    def _unflatten(cls, configuration: Any, state: Any) -> Self:
         """An instance with these leaves, unchecked: JAX also passes placeholders."""
         self = cls.__new__(cls)  # as `__init__` would set the initial state
-        names = cls._static_names + cls._state_names
-        values = (*static, *state)
-        self._set(**dict(zip(names, values, strict=True)))
+        self._set(**dict(configuration))
+        self._set(**dict(zip(cls._state_names, state, strict=True)))
         return self
 
 
+def construct(cls: Callable[..., Any], config: Any) -> Any:
+    """`cls(**config)`, with a `ValueError` that lists the keys if one does not fit."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**config)
+    except TypeError as error:
+        keys = ", ".join(signature.parameters)
+        raise ValueError(
+            f"the config of {cls.__name__} must be a dict with keys among {keys}, and "
+            f"with those that have no default; got {messages.shown(config)}"
+        ) from error
+    return cls(**config)
+
+
 def check_successor(new: Any, old: Stateful, method: str) -> None:
-    """Raises a `TypeError` unless `new`, which a user's method returned, may follow.
+    """Raises a `TypeError` unless `new`, from a user's method, may replace `old`.
 
     That is an instance with its configuration, and with state of the same shapes.
     """
     is_of_its_structure = jax.tree.structure(new) == jax.tree.structure(old)
-    if not is_of_its_structure or _shapes(new) != _shapes(old):
+    shapes = [np.shape(x) for x in jax.tree.leaves(new)]
+    old_shapes = [np.shape(x) for x in jax.tree.leaves(old)]
+    if not is_of_its_structure or shapes != old_shapes:
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
-            f"{method}. Got {validation.shown(new)}"
+            f"{method}. Got {messages.shown(new)}"
         )
-
-
-def _shapes(stateful: Any) -> list[tuple[int, ...]]:
-    """The shapes of a tree's leaves."""
-    return [np.shape(x) for x in jax.tree.leaves(stateful)]
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:

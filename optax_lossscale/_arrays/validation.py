@@ -1,4 +1,4 @@
-"""Checks of arguments, and errors that say what is allowed and what was given.
+"""Checks of arguments: they return the value, or raise an error that says what fits.
 
 A `Check` takes an argument's name and its value, and by keyword what is allowed where
 that differs, as `int_between("margin", 3, least=0, most=24)`. It returns the value, or
@@ -10,89 +10,26 @@ of the wrong type, or does not fit the others. All checks run in Python, also wh
 step is traced, and read no traced number.
 """
 
-import contextlib
-import inspect
-import reprlib
-import textwrap
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
+ABOVE_ZERO = math.ulp(0.0)  # the smallest positive float
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 LARGEST_INT = int(np.iinfo(np.int32).max)
-_LIBRARIES = ("optax_lossscale", "jax")  # whose frames no warning names
+
 
 Check = Callable[..., Any]
-
-# The user's names of arguments, by those under which they were passed on
-_USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
-    "user_names", default=MappingProxyType({})
-)
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 3
-_SHORT.maxstring = 60
-_SHORT.maxother = 100
-
-
-def shown(value: Any) -> str:
-    """A value as text for an error message, shortened to at most 300 characters."""
-    return textwrap.shorten(_SHORT.repr(value), 300, placeholder="…")
-
-
-def warn(text: str) -> None:
-    """Warns at the line of the user's code that led here.
-
-    While `diagnose` traces the function, nothing is warned of, as the report says it.
-    """
-    if IS_REPORTED.value:
-        return
-    stack_level = 1
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        module = frame.f_globals.get("__name__", "")
-        package = module.partition(".")[0]
-        if package not in _LIBRARIES:
-            break
-        stack_level += 1
-    warnings.warn(text, stacklevel=stack_level)
-
-
-def refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    """Raises the `ValueError` "`name` must be `allowed`, got `value`"."""
-    raise ValueError(f"{user_name(name)} must be {allowed}, got {shown(value)}")
-
-
-def user_name(name: str) -> str:
-    """The name that a user knows for this one: that of `user_names`, or itself."""
-    return _USER_NAMES.get().get(name, name)
-
-
-@contextlib.contextmanager
-def user_names(**arguments: str) -> Iterator[None]:
-    """Makes the errors of what is called here name the arguments of the caller.
-
-    Each keyword is such an argument, and its value the name under which it is passed
-    on, as in `user_names(init_scale="initial_scale")`.
-    """
-    names = {name: user_name(argument) for argument, name in arguments.items()}
-    token = _USER_NAMES.set({**_USER_NAMES.get(), **names})
-    try:
-        yield
-    finally:
-        _USER_NAMES.reset(token)
 
 
 def python_number(value: Any) -> int | float | None:
@@ -100,12 +37,11 @@ def python_number(value: Any) -> int | float | None:
 
     None for anything else, bools and traced arrays included.
     """
-    if isinstance(value, jax.core.Tracer):
-        return None
-    has_item = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if has_item and value.shape == ():
-        value = jax.device_get(value).item()
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    if is_array and value.shape == () and not is_traced(value):
+        value = value.item()
+    is_bool = isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not is_bool
     return value if is_number else None
 
 
@@ -117,27 +53,19 @@ def is_real(value: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def number_that(
-    name: str, value: Any, *, allowed: str, holds: Callable[[float], bool]
+def number_between(
+    name: str, value: Any, *, least: float, most: float, allowed: str | None = None
 ) -> float:
-    """Checks that `holds` is true of a number; returns it as a Python float.
+    """Checks that a number is at least `least` and at most `most`; returns a float.
 
-    `allowed` says so in words, for the error.
+    `allowed` says so in other words, for the error.
     """
+    if allowed is None:
+        allowed = f"a number between {least:.8g} and {most:.8g}"
     x = python_number(value)
-    if x is None or not holds(x):
+    if x is None or not least <= x <= most:
         refuse(name, value, allowed)
     return float(x)
-
-
-def number_between(name: str, value: Any, *, least: float, most: float) -> float:
-    """Checks that a number is at least `least` and at most `most`; returns a float."""
-    return number_that(
-        name,
-        value,
-        allowed=f"a number between {least:.8g} and {most:.8g}",
-        holds=lambda x: least <= x <= most,
-    )
 
 
 def int_between(name: str, value: Any, *, least: int, most: int) -> int:
@@ -152,24 +80,19 @@ count = partial(int_between, least=0, most=LARGEST_INT)
 positive_int = partial(int_between, least=1, most=LARGEST_INT)
 scale = partial(number_between, least=SMALLEST, most=LARGEST)
 finite = partial(
-    number_that,
-    allowed="a finite number",
-    holds=lambda x: abs(x) <= LARGEST,
+    number_between, least=-LARGEST, most=LARGEST, allowed="a finite number"
 )
 positive = partial(
-    number_that,
-    allowed="a positive number",
-    holds=lambda x: 0 < x <= LARGEST,
+    number_between, least=ABOVE_ZERO, most=LARGEST, allowed="a positive number"
 )
 growth_factor = partial(
-    number_that,
-    allowed=f"a number from 1 to {LARGEST:.4g}",
-    holds=lambda x: 1 <= x <= LARGEST,
+    number_between, least=1, most=LARGEST, allowed=f"a number from 1 to {LARGEST:.4g}"
 )
 backoff_factor = partial(
-    number_that,
-    allowed="a number in (0, 1]",
-    holds=lambda x: 0 < x <= 1,
+    number_between,
+    least=SMALLEST,
+    most=1,
+    allowed="a number in (0, 1], normal in float32",
 )
 
 
@@ -185,13 +108,12 @@ def check_bounds(
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if is_low or is_high:
-        least = "0"
-        most = "infinity"
-        if min_scale is not None:
-            least = f"{user_name('min_scale')}={min_scale!r}"
-        if max_scale is not None:
-            most = f"{user_name('max_scale')}={max_scale!r}"
-        refuse("initial_scale", initial_scale, f"between {least} and {most}")
+        floor = f"{user_name('min_scale')}={min_scale!r}"
+        cap = f"{user_name('max_scale')}={max_scale!r}"
+        least = "0" if min_scale is None else floor
+        most = "infinity" if max_scale is None else cap
+        allowed = f"between {least} and {most}"
+        refuse("initial_scale", initial_scale, allowed)
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
@@ -240,7 +162,7 @@ def check_transformation(name: str, value: Any) -> None:
     if not callable(init) or not callable(update):
         raise TypeError(
             f"{name} must be an Optax gradient transformation, with init and update; "
-            f"got {value!r}"
+            f"got {shown(value)}"
         )
 
 
@@ -263,7 +185,8 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
 
 def is_traced(tree: Any) -> bool:
     """Whether a tree holds tracers, so that its numbers are not known yet."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    return any(isinstance(x, jax.core.Tracer) for x in leaves)
 
 
 def check_concrete(name: str, tree: Any) -> None:
@@ -273,17 +196,3 @@ def check_concrete(name: str, tree: Any) -> None:
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
             "what the compiled step returned, or by jax.debug.callback"
         )
-
-
-def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """`cls(**config)`, with a `ValueError` that lists the keys if one does not fit."""
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(**config)
-    except TypeError as error:
-        keys = ", ".join(signature.parameters)
-        raise ValueError(
-            f"the config of {cls.__name__} must be a dict with keys among {keys}, and "
-            f"with those that have no default; got {shown(config)}"
-        ) from error
-    return cls(**config)

@@ -48,7 +48,8 @@ def distinct_nodes(nodes: list[T]) -> list[T]:
     first = {}
     for place, node in enumerate(nodes):
         ids = variable_ids(node)
-        first.setdefault(ids or place, node)
+        key = ids or place
+        first.setdefault(key, node)
     return list(first.values())
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, overload
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._autocast.arrays import Call, as_program
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
@@ -192,4 +192,4 @@ def _warn_of_nothing_narrowed(program: Any) -> None:
     reasons = reasons_left(program)
     if reasons:
         said = "; ".join(reasons)
-        validation.warn(f"autocast leaves every matrix product as it is: {said}")
+        messages.warn(f"autocast leaves every matrix product as it is: {said}")

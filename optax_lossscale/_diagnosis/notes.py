@@ -13,7 +13,7 @@ from operator import attrgetter
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.names import natural
+from optax_lossscale._arrays.names import natural_sort_key
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Trait, traits_of
@@ -172,7 +172,7 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
     while level:
         names = {member.place.name for member in level if member.place.is_parameter}
         if names:
-            return tuple(sorted(names, key=natural))
+            return tuple(sorted(names, key=natural_sort_key))
         seen |= level
         level = {read for member in level for read in member.reads} - seen
     return ()

@@ -49,8 +49,8 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Every product is computed in float64, from the factor as given: a `backoff_factor` of
-    `1 / 3` equals TensorFlow's division by 3.
+    Every product is as if computed in float64, from the factor as given: a
+    `backoff_factor` of `1 / 3` equals TensorFlow's division by 3.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
@@ -61,8 +61,8 @@ class DynamicLossScale(LossScale):
         None, there is no floor, but the scale does not leave float32's normal range.
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale does not leave float32's range.
-      hysteresis: how many non-finite steps it takes to back off, counted anew whenever
-        `hysteresis_left` is refilled.
+      hysteresis: how many non-finite steps it takes to back off; `hysteresis_refill`
+        says when the count starts over.
       hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also at a back-off, as in tf.contrib. With `"finite"`, at each
@@ -101,9 +101,9 @@ class DynamicLossScale(LossScale):
     )
     can_be_exhausted: bool = checked(validation.flag, default=True)
     initial_growth_counter: int = 0
-    growth_counter: jax.Array = state_field()  # shape=(), dtype=int32
-    hysteresis_left: jax.Array = state_field()  # shape=(), dtype=int32
-    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
+    growth_counter: jax.Array = state_field()
+    hysteresis_left: jax.Array = state_field()
+    _exhausted: jax.Array = state_field(False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,9 +122,6 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
-
-    def exhausted(self) -> jax.Array:
-        return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
         """The loss scale after a finite step: one more is counted, and it may grow."""
@@ -157,7 +154,7 @@ class DynamicLossScale(LossScale):
     def _rescaled(self, factor: float) -> jax.Array:
         """The scale times a factor, clipped to the bounds; float32, shape ().
 
-        The scale itself, if the product is not a normal float32 number.
+        The scale itself, if even the clipped product is not a normal float32 number.
         """
         scale = self()
         product = times(scale, factor)

@@ -18,7 +18,7 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import LossScale
 
-_LARGEST = 2.0**126  # of a larger scale, the reciprocal would be subnormal
+_MAX_INVERTIBLE = 2.0**126  # of a larger scale, the reciprocal would be subnormal
 
 
 class FixedLossScale(LossScale):
@@ -51,7 +51,7 @@ class FixedLossScale(LossScale):
 
     def __init__(self, scale: float):
         number = validation.number_between(
-            "scale", scale, least=validation.SMALLEST, most=_LARGEST
+            "scale", scale, least=validation.SMALLEST, most=_MAX_INVERTIBLE
         )
         super().__init__(number)
 
@@ -62,7 +62,7 @@ class FixedLossScale(LossScale):
         )
 
     def __call__(self) -> jax.Array:
-        if OVERFLOWS.value:
+        if OVERFLOWS.value:  # `testing` makes a constant scale overflow by this
             return jnp.float32(jnp.inf)
         return super().__call__()
 
@@ -80,12 +80,12 @@ class FixedLossScale(LossScale):
 
     def scale(self, tree: T) -> T:
         if self._is_one():
-            return map_inexact(lambda x: x, tree)  # which alone widens narrow floats
+            return _widened(tree)
         return super().scale(tree)
 
     def unscale(self, tree: T) -> T:
         if self._is_one():
-            return self.scale(tree)
+            return _widened(tree)
         return super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
@@ -94,3 +94,8 @@ class FixedLossScale(LossScale):
     def _is_one(self) -> bool:
         """Whether the scale is 1, so that nothing need be multiplied by it."""
         return self.initial_scale == 1 and not OVERFLOWS.value
+
+
+def _widened(tree: T) -> T:
+    """The tree with its narrow floats in float32, as other scales return them."""
+    return map_inexact(lambda x: x, tree)

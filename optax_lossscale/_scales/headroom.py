@@ -7,8 +7,9 @@ alone are measured, steps overflow all the same. For these, it lowers the scale 
 bits more, the `reserve`.
 
 All of this is in bits, that is, in powers of two. Both the largest gradient remembered
-and the reserve fall while no step confirms them, by at least a bit in `memory` steps.
-Each row of overflows makes the memory longer.
+and the reserve fall while no step confirms them, by at least a bit in `memory` steps,
+or 64 times as slowly while all gradients are zero. Each run of overflows makes the
+memory longer.
 """
 
 from typing import Any, Self
@@ -24,37 +25,36 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
-# These are in bits.
-_OVERFLOW = 16  # all finite float16 numbers are below 2**16
+_OVERFLOW_BITS = 16  # all finite float16 numbers are below 2**16
 # If steps overflow in spite of a reserve this deep, the batch is at fault: float16's
 # numbers span 40 bits, so gradients that used to fit underflow at such a scale. It is
 # also about the most that one overflow adds.
-_DEEP = 32
-_GAP = 10  # this far above a step's size, the largest remembered falls twice as fast
-_BOUND = 100  # the exponent of the highest scale, and of the inverse of the lowest
+_DEEP_BITS = 32
+# This far above a step's size, the largest gradient remembered falls twice as fast.
+_GAP_BITS = 10
+_MAX_EXPONENT = 100  # of the highest scale, and of the inverse of the lowest
 
-_LOWEST = 2.0**-_BOUND
-_HIGHEST = 2.0**_BOUND
+_LOWEST = 2.0**-_MAX_EXPONENT
+_HIGHEST = 2.0**_MAX_EXPONENT
 
-# These are in steps.
 # How many overflows are excused once the batch is found at fault: many, compared with
 # the six that it takes to find that.
-_EXCUSED = 64
-_SHORTEST = 32  # short, as a rare outlier should not lower the scale for long
-_LONGEST = 512  # an overflow that recurs less often than this costs few steps
-_AT_FIRST = 1e-3  # used for a memory of 0, so that the first size alone decides
-_LENGTHENING = 2  # how much each measured step adds to a memory below _SHORTEST
+_EXCUSED_STEPS = 64
+_SHORTEST_MEMORY = 32  # short, as a rare outlier should not lower the scale for long
+_LONGEST_MEMORY = 512  # an overflow that recurs less often than this costs few steps
+_FIRST_MEMORY = 1e-3  # used for a memory of 0, so that the first size alone decides
+_LENGTHENING = 2  # how much each measured step adds to a memory below _SHORTEST_MEMORY
 _SHORTENING = 4096  # each measured step takes 1 part in 4096 from a longer memory
-_GROWTH = 2048  # about as long as TensorFlow and PyTorch wait before a scale grows
-_ZEROS = 64  # steps of zero gradients that count as one, as few are due to underflow
+_GROWTH_STEPS = 2048  # about as many as in TensorFlow and PyTorch
+_ZERO_STEPS = 64  # with zero gradients, which count as one: few are due to underflow
 
 
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
-    For short runs, and for gradients that jump in size or are rare. Where gradients
-    inside the model are larger than those of its parameters, `DynamicLossScale` skips
-    fewer steps.
+    For short runs, and for gradients that jump in size or are zero at most steps. Where
+    gradients inside the model are larger than those of its parameters,
+    `DynamicLossScale` skips fewer steps.
 
     The rule, where `size` is the exponent of the step's largest gradient, and `largest`
     that of the largest that is remembered::
@@ -79,7 +79,7 @@ class HeadroomLossScale(LossScale):
 
     where `fade(fall)` is::
 
-        if reserve >= 32:                       # it was the batch: excuse 64 more
+        if reserve >= 32:                       # it was the batch: excuse 64
             reserve = 0
             overflows = -64
         else:
@@ -87,10 +87,11 @@ class HeadroomLossScale(LossScale):
             overflows = min(overflows, 0)
 
     An overflow means that some gradient is too large for the scale, or that the batch
-    is broken. So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until
-    a gradient explains the overflow, nothing overflows any more, or 32 bits have not
-    helped. Each row of overflows doubles the `memory`: the number of steps, 0 at first,
-    in which `largest` and `reserve` fall by at least a bit.
+    itself gives a NaN or an infinity. So the scale falls by 1, 2, 4, 8, … bits, which
+    are held in reserve until a gradient explains the overflow, nothing overflows any
+    more, or 32 bits have not helped. Each run of overflows doubles the `memory`: the
+    number of steps, 0 at first, in which `largest` and `reserve` fall by at least a
+    bit, or 64 times as many of zero gradients.
 
     Gradients that are all zero may be rare, or may all have underflowed. So without a
     reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
@@ -123,12 +124,11 @@ class HeadroomLossScale(LossScale):
         validation.number_between, least=_LOWEST, most=_HIGHEST, default=2.0**15
     )
     margin: int = checked(validation.int_between, least=0, most=24, default=1)
-    spare_bits: jax.Array = state_field()  # shape=(), dtype=float32
-    _reserve: jax.Array = state_field(0.0)  # in bits; shape=(), dtype=float32
-    _memory: jax.Array = state_field(0.0)  # in steps; shape=(), dtype=float32
-    # In a row; it begins at -64 where 64 are excused; shape=(), dtype=int32
+    spare_bits: jax.Array = state_field()
+    _reserve: jax.Array = state_field(0.0)  # in bits
+    _memory: jax.Array = state_field(0.0)  # in steps
+    # Since the last finite step; it begins at -64 where 64 are excused
     _overflows: jax.Array = state_field(0)
-    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
@@ -161,40 +161,36 @@ class HeadroomLossScale(LossScale):
         """
         # The reserve becomes part of the largest gradient, which falls with each step.
         largest = self._largest() + self._reserve
-        fallen = largest - 1 / _GROWTH
-        after_finite_step = self._with(fallen, 0.0, _overflows=0, _exhausted=False)
+        fallen = largest - 1 / _GROWTH_STEPS
+        after_finite_step = self._with(fallen, reserve=0.0, overflows=0)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed at a scale of 2**-100, the lowest.
+        """Whether the last step overflowed, and the scale would fall below 2**-100.
 
         False for an overflow that is excused. A bool, shape ().
         """
-        return jnp.asarray(self._exhausted)
+        exponent = _OVERFLOW_BITS - self.margin - self._largest() - self._reserve
+        return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
     def _after_overflow(self) -> Self:
         """The loss scale after an overflow, which nothing has measured.
 
         The reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused; and the
-        first overflow of a row lengthens the memory.
+        first overflow of a run lengthens the memory.
         """
         is_excused = self._overflows < 0
-        more = jnp.minimum(self._reserve + 1, _DEEP)
+        more = jnp.minimum(self._reserve + 1, _DEEP_BITS)
         deeper = jnp.ceil(self._reserve + more)
         reserve = jnp.where(is_excused, self._reserve, deeper)
 
         is_first = self._overflows == 0
-        longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
+        longer = jnp.clip(2 * self._memory, _SHORTEST_MEMORY, _LONGEST_MEMORY)
         memory = jnp.where(is_first, longer, self._memory)
 
-        is_lowest = self() <= _LOWEST
-        return self._with(
-            self._largest(),
-            reserve,
-            _memory=memory,
-            _overflows=optax.safe_increment(self._overflows),
-            _exhausted=is_lowest & ~is_excused,
-        )
+        overflows = optax.safe_increment(self._overflows)
+        new = self._with(self._largest(), reserve, overflows)
+        return new.replace(_memory=memory)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
         """The loss scale after a finite step whose largest gradient is not zero.
@@ -203,23 +199,25 @@ class HeadroomLossScale(LossScale):
         """
         _, exponent = jnp.frexp(gradient)
         size = exponent.astype(jnp.float32)
-        memory = jnp.maximum(self._memory, _AT_FIRST)
+        memory = jnp.maximum(self._memory, _FIRST_MEMORY)
         fall = 1 / memory
 
         old_largest = self._largest()
         above = jnp.maximum(old_largest - size, 0)
-        fallen = old_largest - (1 + above / _GAP) * fall
+        fallen = old_largest - (1 + above / _GAP_BITS) * fall
         largest = jnp.maximum(size, fallen)
 
+        explains_overflow = size > old_largest + self.margin
+        explained = self._with(largest, reserve=0.0, overflows=0)
+        new = choose(explains_overflow, explained, self._faded(largest, fall))
+        return new.replace(_memory=self._next_memory())
+
+    def _next_memory(self) -> jax.Array:
+        """The memory after a step that was measured; float32, shape ()."""
         longer = self._memory + _LENGTHENING
         shorter = self._memory * (1 - 1 / _SHORTENING)
-        shorter = jnp.maximum(shorter, _SHORTEST)
-        next_memory = jnp.where(self._memory < _SHORTEST, longer, shorter)
-
-        explains_overflow = size > old_largest + self.margin
-        explained = self._with(largest, 0.0, _overflows=0, _exhausted=False)
-        new = choose(explains_overflow, explained, self._faded(largest, fall))
-        return new.replace(_memory=next_memory)
+        shorter = jnp.maximum(shorter, _SHORTEST_MEMORY)
+        return jnp.where(self._memory < _SHORTEST_MEMORY, longer, shorter)
 
     def _after_zeros(self) -> Self:
         """The loss scale after a finite step whose gradients are all zero.
@@ -227,8 +225,8 @@ class HeadroomLossScale(LossScale):
         They may all have underflowed, so the scale rises, but far more slowly than
         after a step that measures small gradients.
         """
-        memory = jnp.maximum(self._memory, _SHORTEST)
-        fall = 1 / (_ZEROS * memory)
+        memory = jnp.maximum(self._memory, _SHORTEST_MEMORY)
+        fall = 1 / (_ZERO_STEPS * memory)
         fallen = self._largest() - fall
         return self._faded(fallen, fall)
 
@@ -239,39 +237,42 @@ class HeadroomLossScale(LossScale):
         not helped, so the batch was at fault: it is given up, and further overflows are
         excused.
         """
-        batch_is_at_fault = self._reserve >= _DEEP
+        batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
         faded = jnp.maximum(faded, 0)
         reserve = jnp.where(batch_is_at_fault, 0, faded)
         excuses_left = jnp.minimum(self._overflows, 0)
-        overflows = jnp.where(batch_is_at_fault, -_EXCUSED, excuses_left)
-        return self._with(largest, reserve, _overflows=overflows, _exhausted=False)
+        overflows = jnp.where(batch_is_at_fault, -_EXCUSED_STEPS, excuses_left)
+        return self._with(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
         """The exponent of the largest gradient remembered, with a fraction as it falls.
 
-        It is not stored, but computed back from the scale and `spare_bits`.
+        It is computed back from the scale, not stored, so that the rule goes on from a
+        scale that was set by hand.
         """
         _, exponent = jnp.frexp(self() / 2)  # the scale is 2**exponent
-        overflow = _OVERFLOW - exponent
+        overflow = _OVERFLOW_BITS - exponent
         return overflow.astype(jnp.float32) - self.spare_bits
 
-    def _with(self, largest: jax.Array, reserve: ArrayLike, **state: ArrayLike) -> Self:
-        """The loss scale that a largest gradient and a reserve make, with other state.
+    def _with(
+        self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
+    ) -> Self:
+        """The loss scale that a largest gradient and a reserve make.
 
-        Both numbers are float32, shape ().
+        All numbers have shape (), and the first two are float32.
         """
-        fits = _OVERFLOW - self.margin - largest
-        fits = jnp.clip(fits, -_BOUND, _BOUND)
-        with_reserve = jnp.maximum(fits - reserve, -_BOUND)
+        max_exponent = _OVERFLOW_BITS - self.margin - largest
+        max_exponent = jnp.clip(max_exponent, -_MAX_EXPONENT, _MAX_EXPONENT)
+        with_reserve = jnp.maximum(max_exponent - reserve, -_MAX_EXPONENT)
         exponent = jnp.floor(with_reserve)
         # Not by exp2, which is inexact: the scale would not be a power of two.
         one = jnp.float32(1)
         loss_scale = jnp.ldexp(one, exponent.astype(jnp.int32))
-        spare_bits = self.margin + fits - exponent
+        spare_bits = self.margin + max_exponent - exponent
         return self.replace(
             loss_scale=loss_scale,
             spare_bits=spare_bits,
             _reserve=reserve,
-            **state,
+            _overflows=overflows,
         )

@@ -40,7 +40,7 @@ class LogMaxLossScale(LossScale):
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at
+      log_max: an overflow counts as a log2 of `2**log_max`, as in OpenSeq2Seq; at
         most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
@@ -70,9 +70,10 @@ class LogMaxLossScale(LossScale):
     max_scale: float = checked(validation.scale, default=2.0**24)
     # The square of 2**log_max has to be finite in float32.
     log_max: float = checked(
-        validation.number_that,
+        validation.number_between,
+        least=-validation.LARGEST,
+        most=60,
         allowed="a number of at most 60",
-        holds=lambda x: -validation.LARGEST <= x <= 60,
         default=16.0,
     )
     beta1: float = checked(_decay, default=0.99)
@@ -103,7 +104,7 @@ class LogMaxLossScale(LossScale):
         return self._observe(x), finite
 
     def _of_overflow(self) -> jax.Array:
-        """The x of an overflow: `2**log_max`, as in the reference."""
+        """The x of an overflow: `2**log_max`, as in OpenSeq2Seq."""
         return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:

@@ -19,7 +19,7 @@ overrides `update`, too.
 
 import abc
 import functools
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,9 @@ class LossScale(Stateful):
 
     A loss scale is immutable: `update` and `adjust` return a new one. To write your
     own, subclass this class, which makes it a frozen dataclass and a pytree, and define
-    `adjust`. Its fields are configuration: arguments of the constructor, static
-    under `jit`, written by `get_config`. Those declared with `state_field` are state:
-    array leaves, changed by `replace`. A `__post_init__` has to call
+    `adjust`. Its fields are configuration: hashable arguments of the constructor,
+    static under `jit`, written by `get_config`. Those declared with `state_field` are
+    state: array leaves, changed by `replace`. A `__post_init__` has to call
     `super().__post_init__()`. The scale that `adjust` returns should be finite and
     positive after any sequence of steps.
 
@@ -69,6 +69,7 @@ class LossScale(Stateful):
     """
 
     _kind = "loss scale"
+    _state_checks: ClassVar = {"loss_scale": validation.scale}
     initial_scale: float = checked(validation.scale, default=2.0**15)
     loss_scale: jax.Array = state_field()
 
@@ -77,28 +78,11 @@ class LossScale(Stateful):
         self._set(loss_scale=np.float32(self.initial_scale))
 
     def __call__(self) -> jax.Array:
-        """Returns the current loss scale: float32, shape ()."""
-        return jnp.asarray(self.loss_scale, jnp.float32)
+        """The current loss scale as a JAX array, float32, shape ().
 
-    def replace(self, **state: ArrayLike) -> Self:
-        """A copy with new values of the named state fields, in the dtypes they had.
-
-        Args:
-          **state: the values by the names of the fields: numbers and arrays, which may
-            be traced.
-
-        Returns:
-          The copy, in which all else is as it was.
-
-        Raises:
-          TypeError: for a name that is no state field.
-          ValueError: for a `loss_scale` that is a Python number, but not a positive,
-            normal float32.
+        The field `loss_scale` is a NumPy number until the first step.
         """
-        scale = state.get("loss_scale")
-        if isinstance(scale, (int, float)):  # to check an array, it would wait for it
-            validation.scale("loss_scale", scale)
-        return super().replace(**state)
+        return jnp.asarray(self.loss_scale, jnp.float32)
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
@@ -117,8 +101,8 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored. A step
-            with a `mask` passes a list, with None for each gradient that it excludes.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored.
+            `with_loss_scale(mask=…)` passes a list, with None for each excluded one.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide together, at the cost of communicating one scalar.
 
@@ -139,7 +123,9 @@ class LossScale(Stateful):
         If so, `raise_if_stuck` raises. A bool, shape (); always False unless a subclass
         overrides this.
         """
-        return jnp.array(False)
+        # Subclasses that can be exhausted keep this flag in their state.
+        exhausted = getattr(self, "_exhausted", False)
+        return jnp.asarray(exhausted)
 
     def scale(self, tree: T) -> T:
         """Multiplies a loss, or the leaves of any pytree, by the scale.

@@ -1,8 +1,8 @@
 """The loss scale that tolerates a share of overflows before it backs off.
 
 It counts the steps since the scale last changed and the overflows since it last backed
-off, and backs off only at an overflow that brings their ratio to the `tolerance`. With
-a tolerance of 0, every overflow does.
+off, and backs off only at an overflow where overflows / steps is at least `tolerance`.
+With a tolerance of 0, it does at every overflow.
 """
 
 from typing import Self
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
@@ -74,29 +74,27 @@ class ToleranceLossScale(LossScale):
     growth_interval: int = checked(validation.positive_int, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(
-        validation.number_that,
+        validation.number_between,
+        least=0,
+        most=1,
         allowed="a number in [0, 1]",
-        holds=lambda x: 0 <= x <= 1,
         default=0.0,
     )
     threshold: float | None = checked(validation.scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)
-    growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
-    steps: jax.Array = state_field(0)  # shape=(), dtype=int32
-    overflows: jax.Array = state_field(0)  # shape=(), dtype=int32
-    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
+    growth_counter: jax.Array = state_field(0)
+    steps: jax.Array = state_field(0)
+    overflows: jax.Array = state_field(0)
+    _exhausted: jax.Array = state_field(False)
 
     def __post_init__(self):
         super().__post_init__()
         if not self.initial_scale > self.min_scale:
-            allowed = f"above {validation.user_name('min_scale')}={self.min_scale!r}"
-            validation.refuse("initial_scale", self.initial_scale, allowed)
+            allowed = f"above {messages.user_name('min_scale')}={self.min_scale!r}"
+            messages.refuse("initial_scale", self.initial_scale, allowed)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
-
-    def exhausted(self) -> jax.Array:
-        return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
         """The loss scale after a finite step: it may grow, within float32's range."""

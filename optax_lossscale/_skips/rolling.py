@@ -23,14 +23,14 @@ class RollingSkipRule(SkipRule):
     included.
 
     Args:
-      length: how many steps the window holds.
+      length: the size of the window, in steps.
       sigma_factor: how many deviations are too many.
       least_history: how many steps the window must hold before one is skipped.
       ddof: 1 for the unbiased deviation, 0 for the biased one.
       least_deviation: a lower bound of the deviation.
 
     Attributes:
-      seen: how many steps the window holds; int32, shape (); state.
+      seen: how many places of the window are filled; int32, shape (); state.
     """
 
     needs_value = True
@@ -39,7 +39,7 @@ class RollingSkipRule(SkipRule):
     least_history: int = checked(validation.count)
     ddof: int = checked(validation.int_between, least=0, most=1, default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
-    seen: jax.Array = state_field(0)  # shape=(), dtype=int32
+    seen: jax.Array = state_field(0)
     # The norms in one row, and the losses in the other; shape=(2, length), float32
     _window: jax.Array = state_field()
 

@@ -18,7 +18,9 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
 
 APPLIED_PER_SKIP = 20  # how many applied steps pay off the debt of a skipped one
-_MOST = 2**30  # from here on, the debt stops growing, so its int32 never wraps around
+_MAX_DEBT = (
+    2**30
+)  # from here on, the debt stops growing, so its int32 never wraps around
 
 
 class SkipRule(Stateful):
@@ -39,9 +41,9 @@ class SkipRule(Stateful):
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
       skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose norm is not 0 (a norm below about 1e-19 may count as
-        0). A rule may set it in `decide`, as that of `skips.spikes` does where it
-        applies a spike; int32, shape (); state.
+        with each one applied whose norm is not 0 (the norm of numbers that are all
+        below about 1e-19 may count as 0). A rule may set it in `decide`, as that of
+        `skips.spikes` does where it applies a spike; int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -129,7 +131,7 @@ class SkipRule(Stateful):
         """The debt after a step, from the one that `decide` left; int32, shape ()."""
         is_nonzero = norm > 0  # a step whose norm is 0 teaches and pays off nothing
         paid_off = jnp.maximum(self.skip_debt - is_nonzero.astype(jnp.int32), 0)
-        grown = jnp.minimum(self.skip_debt, _MOST) + APPLIED_PER_SKIP
+        grown = jnp.minimum(self.skip_debt, _MAX_DEBT) + APPLIED_PER_SKIP
         return jnp.where(should_apply, paid_off, grown)
 
 

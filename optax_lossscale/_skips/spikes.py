@@ -20,18 +20,20 @@ from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 # The standard deviation of a normal distribution is this many times the distance from
 # its median to a quartile.
 _DEVIATION = 1.4826
-_FEWEST = 8  # with fewer steps in the window, nothing is a spike
-_ENOUGH = 24.0  # with fewer steps in the window, proportionally more is allowed
-# A value that 3 steps in the window reached, or 1 in 20 if that is more, is usual.
+_MIN_HISTORY = 8  # with fewer steps in the window, nothing is a spike
+_ENOUGH_HISTORY = 24.0  # with fewer steps in the window, proportionally more is allowed
+# A value that at least 3 steps of the window reached, or 1 in 20 if that is more, is
+# usual.
 _COMMON = 3
 _COMMON_SHARE = 20
 # This marks an empty place of the window. It is above all logarithms, and sorts last.
 _UNKNOWN = 1e3
 
 _positive = partial(
-    validation.number_that,
+    validation.number_between,
+    least=validation.ABOVE_ZERO,
+    most=1e6,
     allowed="above 0 and at most 1e6",
-    holds=lambda x: 0 < x <= 1e6,
 )
 
 
@@ -70,10 +72,11 @@ class SpikeSkipRule(SkipRule):
         is_above = logarithms > limits
         is_spike = jnp.any(is_above & is_positive)
 
-        # If all skips are used up, the spikes are too common to be accidents.
-        most_debt = APPLIED_PER_SKIP * self.max_skips
+        # The debt is 20 * (max_skips - budget), with the budget of `skips.spikes`. If
+        # that is used up, the spikes are too common to be accidents.
+        max_debt = APPLIED_PER_SKIP * self.max_skips
         debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
-        is_common = is_spike & (debt_if_skipped > most_debt)
+        is_common = is_spike & (debt_if_skipped > max_debt)
         should_apply = ~is_spike | is_common
 
         is_learned = is_positive & should_apply
@@ -83,7 +86,7 @@ class SpikeSkipRule(SkipRule):
             _last=jnp.where(is_learned[:, None], with_one_more, self._last),
             norm_limit=norm_limit,
             value_limit=value_limit,
-            skip_debt=jnp.where(is_common, most_debt, self.skip_debt),
+            skip_debt=jnp.where(is_common, max_debt, self.skip_debt),
         )
         return new, should_apply
 
@@ -93,15 +96,15 @@ class SpikeSkipRule(SkipRule):
         Infinity where fewer than 8 of them are known.
         """
         seen = jnp.sum(self._last < _UNKNOWN, axis=1)
-        count = jnp.maximum(seen, _FEWEST)
+        count = jnp.maximum(seen, _MIN_HISTORY)
         how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
         ranks = [count // 2, 3 * count // 4, count - how_many_reached]
         places = jnp.stack(ranks, axis=1)
         ranked = jnp.take_along_axis(jnp.sort(self._last), places, axis=1)
         median, quartile, common = ranked.T
         deviation = _DEVIATION * (quartile - median)
-        shortage = jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
+        shortage = jnp.maximum(1, _ENOUGH_HISTORY / count.astype(jnp.float32))
         floor = self.least * shortage
         allowed = jnp.maximum(self.factor * deviation, floor)
         limits = jnp.maximum(median + allowed, common + allowed / 2)
-        return jnp.where(seen < _FEWEST, jnp.inf, limits)
+        return jnp.where(seen < _MIN_HISTORY, jnp.inf, limits)

@@ -10,7 +10,7 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._skips.rule import SkipRule
 
-_UNTIL_THEN = 1e10  # AXLearn's threshold for the first `min_count` applied steps
+_EARLY_THRESHOLD = 1e10  # AXLearn's threshold for the first `min_count` applied steps
 
 
 class ThresholdSkipRule(SkipRule):
@@ -51,8 +51,8 @@ class MovingAverageSkipRule(SkipRule):
     learns from applied steps alone.
 
     Args:
-      mean_factor: how many times the mean is in the threshold.
-      stddev_factor: how many standard deviations are in the threshold.
+      mean_factor: the factor of the mean in the threshold.
+      stddev_factor: the factor of the standard deviation in the threshold.
       min_count: how many steps must be applied first; until then, the threshold is
         1e10.
       grad_norm_ema_decay: the decay of the moving averages, in (0, 1).
@@ -69,13 +69,14 @@ class MovingAverageSkipRule(SkipRule):
     )
     min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
-        validation.number_that,
+        validation.number_between,
+        least=validation.ABOVE_ZERO,
+        most=validation.BELOW_ONE,
         allowed="in (0, 1) as a float32, such as 0.99",
-        holds=lambda x: 0 < x <= validation.BELOW_ONE,
     )
-    count: jax.Array = state_field(0)  # shape=(), dtype=int32
-    mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
-    mean_square: jax.Array = state_field(1.0)  # shape=(), dtype=float32
+    count: jax.Array = state_field(0)
+    mean: jax.Array = state_field(1.0)
+    mean_square: jax.Array = state_field(1.0)
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
@@ -98,7 +99,7 @@ class MovingAverageSkipRule(SkipRule):
             stddev = jnp.sqrt(jnp.maximum(variance, 0))
             threshold = threshold + stddev * self.stddev_factor
         is_early = self.count < self.min_count
-        return jnp.where(is_early, _UNTIL_THEN, threshold)
+        return jnp.where(is_early, _EARLY_THRESHOLD, threshold)
 
     def _averaged(self, average: jax.Array, number: jax.Array) -> jax.Array:
         """A moving average with one more number, without a bias towards its start."""

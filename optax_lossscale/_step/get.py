@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from optax_lossscale import presets
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, stateful, validation
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
     find_nodes,
@@ -79,21 +79,21 @@ def get(identifier: LossScaleLike) -> LossScale:
         case str() if identifier == "headroom":
             return HeadroomLossScale()
         case {"preset": str(name), **arguments} if name in presets.__all__:
-            return validation.construct(getattr(presets, name), arguments)
+            return stateful.construct(getattr(presets, name), arguments)
         case {"preset": name}:
             known = ", ".join(presets.__all__)
             raise ValueError(
-                f"no preset is named {validation.shown(name)}; there are {known}"
+                f"no preset is named {messages.shown(name)}; there are {known}"
             )
         case dict():
             return LossScale.from_config(identifier)
     if validation.python_number(identifier) is not None:
-        with validation.user_names(loss_scale="scale"):
+        with messages.user_names(loss_scale="scale"):
             return FixedLossScale(identifier)
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
-        f"{validation.shown(identifier)}. A dtype goes to autocast(loss_fn, dtype)"
+        f"{messages.shown(identifier)}. A dtype goes to autocast(loss_fn, dtype)"
     )
 
 

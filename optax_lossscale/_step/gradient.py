@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
 from optax_lossscale._arrays.variables import find_nodes, is_module
@@ -100,7 +100,7 @@ def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
         highest = loss_scale.initial_scale
     is_low = highest is not None and highest < _INFINITE_IN_FLOAT16
     if getattr(loss, "dtype", None) == jnp.float16 and not is_low:
-        validation.warn(
+        messages.warn(
             "the loss is float16, where its gradient, the loss scale, is infinite "
             f"from {_INFINITE_IN_FLOAT16} on. Compute it in float32: jnp.mean((prediction - "
             "target).astype(jnp.float32) ** 2)"

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from optax_lossscale._arrays.messages import shown
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import (
     at_least_float32,
@@ -21,7 +22,7 @@ from optax_lossscale._arrays.precision import (
     is_array_leaf,
     is_inexact_leaf,
 )
-from optax_lossscale._arrays.validation import is_real, is_traced, shown
+from optax_lossscale._arrays.validation import is_real, is_traced
 from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.mask import Mask, kept_leaves

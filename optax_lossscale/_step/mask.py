@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.validation import refuse
+from optax_lossscale._arrays.messages import refuse
 
 # A bool; a tree of bools; or a function from the gradients to either. The types name
 # the usual containers; for others, use a function.

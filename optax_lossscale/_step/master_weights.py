@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._arrays.messages import shown
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.missing_gradients import completed, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes

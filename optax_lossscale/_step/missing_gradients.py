@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._arrays.messages import shown
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
-from optax_lossscale._arrays.validation import shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from optax_lossscale._arrays.messages import shown
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.stateful import Stateful
-from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
     find_nodes,

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lossscale._arrays.messages import shown
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import T, is_array_leaf, is_inexact_leaf, strong
-from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import variable_ids, without_variables
 from optax_lossscale._step.state import wrapper_states
 

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
-from optax_lossscale._arrays.validation import refuse
+from optax_lossscale._arrays.messages import refuse
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch

@@ -24,13 +24,14 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
-HEADER = """\
-| run | final loss | skipped | last scale |
+LAST_STEPS = 40  # whose mean loss is printed
+HEADER = f"""\
+| run | loss of last {LAST_STEPS} steps | skipped | last scale |
 | --- | ---: | ---: | ---: |"""
 
 
 def in_float32(params, tokens):
-    """The share of one micro-batch in the mean over all: its loss divided by 1024."""
+    """One micro-batch's term of the mean loss: its loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 
@@ -65,41 +66,38 @@ def make_train_step(loss_fn, loss_scale, steps):
 
 
 def train(loss_fn, loss_scale, steps):
-    """Trains the model once; returns a list of the metrics after each step."""
+    """Trains the model once; returns the metrics, each an array of shape (steps,)."""
     tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
+    text = _text.read()
+    batches = _text.batches(text, steps, seed=0)
     history = []
-    for tokens in _text.batches(_text.read(), steps, seed=0):
+    for tokens in batches:
         params, state, metrics = train_step(params, state, tokens)
         history.append(metrics)
-    return jax.device_get(history)
-
-
-def losses_of(history):
-    """The loss of each step of a run."""
-    return [metrics["loss"] for metrics in history]
+    return jax.tree.map(lambda *values: np.stack(values), *history)
 
 
 def row(name, history):
     """The row of a run in the table."""
-    losses = losses_of(history)
-    final_loss = np.mean(losses[-40:])
-    skipped = history[-1]["skipped_steps"]
-    exponent = history[-1]["log2_loss_scale"]
+    final_loss = history["loss"][-LAST_STEPS:].mean()
+    skipped = history["skipped_steps"][-1]
+    exponent = history["log2_loss_scale"][-1]
     return f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
 
 
 def draw(name, history, top, bottom):
     """Draws the losses of a run, as a running mean over ten steps, and its scales."""
-    # The losses of two other runs lie on top of float32's, so its line is wider.
+    # The losses of the two scaled runs lie on top of float32's, so its line is wider.
     width = 5 if name == "float32" else 1.3
-    losses = losses_of(history)
+    losses = history["loss"]
     window = min(10, len(losses))
     means = sliding_window_view(losses, window).mean(axis=1)
     steps = range(window, len(losses) + 1)
     [line] = top.plot(steps, means, label=name, lw=width, alpha=0.5)
-    plot.loss_scale(history, bottom, color=line.get_color(), lw=width, alpha=0.5)
+    color = line.get_color()
+    plot.loss_scale(history, bottom, color=color, lw=width, alpha=0.5)
 
 
 def main(arguments=None):

@@ -28,7 +28,7 @@ def init(key, width=WIDTH, blocks=BLOCKS):
 
 
 def init_block(keys, width):
-    """The parameters of a block: attention, and the two dense layers after it."""
+    """The parameters of a block: attention, and two dense layers."""
     return {
         "norm1": jnp.ones(width),
         "qkv": normal(keys[0], width, 3 * width),
@@ -99,8 +99,8 @@ def attention(weights, x):
     scores *= q.shape[-1] ** -0.5
     is_past = jnp.tri(length, dtype=bool)
     scores = jnp.where(is_past, scores, -jnp.inf)
-    shares = jax.nn.softmax(scores)
-    shares = shares.astype(x.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", shares, v)
+    probabilities = jax.nn.softmax(scores)
+    probabilities = probabilities.astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
     mixed = mixed.reshape(batch, length, width)
     return mixed @ weights["out"]

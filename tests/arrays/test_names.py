@@ -1,5 +1,7 @@
 """Names of leaves and layers in errors and reports."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,6 +18,13 @@ def test_an_error_names_a_leaf_as_its_user_knows_it():
     half = adam._replace(mu=jax.tree.map(lambda x: x.astype(jnp.float16), adam.mu))
     with pytest.raises(ValueError, match="0/mu/decoder/layer_3/kernel"):
         tx.update(params, state._replace(inner_state=(half, *others)), params)
+
+
+@pytest.mark.parametrize("cls", [ols.DynamicLossScale, ols.skips.SkipRule])
+def test_the_source_of_a_public_class_is_not_found_rather_than_another(cls):
+    with pytest.raises((OSError, TypeError)):
+        inspect.getsource(cls)
+    assert inspect.getsource(cls.update).lstrip().startswith("def update(")
 
 
 @pytest.mark.parametrize("module", [ols, ols.presets, ols.skips, ols.testing])

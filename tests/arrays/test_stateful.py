@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,11 @@ def test_traced_ones_have_a_hash_and_are_not_compared(make):
         return jnp.zeros(())
 
     traced(one)
+
+
+def test_traced_ones_differ_from_what_has_another_structure():
+    traced = lambda ls: jnp.array([ls == 3, ls == None, ls == ols.FixedLossScale(8)])  # noqa: E711
+    assert not jax.jit(traced)(ols.DynamicLossScale()).any()
 
 
 class Creeping(ols.LossScale):
@@ -178,6 +184,17 @@ def test_what_a_post_init_leaves_unset_is_missed():
 
     with pytest.raises(AttributeError, match="no attribute 'loss_scale'"):
         ols.with_loss_scale(optax.sgd(0.1), Forgetful()).init(jnp.ones(2))
+
+
+@each
+def test_what_is_printed_can_be_read_by_the_user(make):
+    assert not re.search(r"\b_", repr(moved(make())))
+
+
+def test_what_is_printed_is_the_configuration_and_the_state():
+    printed = repr(Creeping(8.0, rate=2.0))
+    assert printed.startswith("Creeping(initial_scale=8.0, loss_scale=")
+    assert "rate=2.0, steps=" in printed
 
 
 @each

@@ -153,6 +153,11 @@ WRAPPER = {
         TypeError,
         "must be a tree of arrays",
     ),
+    "init: a dtype": (
+        lambda: TX.init({"w": jnp.ones(3), "dtype": jnp.float32}),
+        TypeError,
+        "at dtype",
+    ),
     "init: a str": (lambda: TX.init({"a": {"b": "x"}}), TypeError, "got 'x' at a/b"),
     "update: swapped": (
         lambda: TX.update(STATE, PARAMS),
@@ -455,6 +460,10 @@ PRESETS = {
     "tensorflow_contrib_exponential": (
         {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1.5},
         "decr_ratio must be a number in",
+    ),
+    "tensorflow_contrib_exponential, no float32": (
+        {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1e-60},
+        "decr_ratio must be a number in (0, 1], normal in float32, got 1e-60",
     ),
     "tf_keras, the scale first": (
         {"dynamic": 1024.0},
