@@ -8,7 +8,8 @@ operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
 import enum
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
@@ -130,45 +131,26 @@ class Trait(enum.Flag):
     """
 
 
-Terms = Literal[
-    "axes",
-    "axis",
-    "contracted",
-    "dimensions",
-    "kernel",
-    "last",
-    "updates",
-    "window_dimensions",
-]
-"""Where `terms_of` in `_programs.work` reads how many terms an equation sums.
-
-Some are names of the equation's parameters; each other word is a case of its own.
-"""
-
-Formula = Literal[
-    "bound",
-    "choice",
-    "inverse root",
-    "minus",
-    "over",
-    "raised",
-    "root",
-    "squared",
-    "sum",
-    "times",
-]
-"""What an operation is in the formula of a norm, as `_autocast.normalized` reads it."""
-
-
 class Row(NamedTuple):
     """What is known of an operation."""
 
     traits: Trait = Trait(0)
-    terms: Terms | None = None  # for one that sums
-    formula: Formula | None = None  # for one that a norm may be made of
+    # For one that sums: where `terms_of` in `_programs.work` reads how many terms. Some
+    # are names of parameters; each other word is a case of its own.
+    terms: str | None = None
+    # What it is in the formula of a norm, as `_autocast.normalized` reads it
+    formula: str | None = None
     # The parameters with the programs that it runs, in the order of running; None means
     # every parameter that holds one
-    programs: tuple[str, ...] | None = ()
+    programs: Sequence[str] | None = ()
+
+
+def _row(words: str = "", programs: str = "", **cells: str) -> Row:
+    """A row with the traits of these names, and with programs in these parameters."""
+    traits = Trait(0)
+    for word in words.split():
+        traits |= Trait[word]
+    return Row(traits, programs=tuple(programs.split()), **cells)
 
 
 UNKNOWN = Row(programs=None)
@@ -183,72 +165,65 @@ its parameters, and `dtype_report` lists it among what it cannot look into.
 # here. Operations of which the same is known share a row.
 _ROWS = {
     # Returns its operands' numbers elsewhere
-    "copy reshape rev squeeze stop_gradient transpose": Row(Trait.MOVES | Trait.CHEAP),
-    "dynamic_slice slice split unstack": Row(Trait.MOVES | Trait.CHEAP | Trait.SELECTS),
-    "name": Row(Trait.MOVES | Trait.NAMES),
-    "optimization_barrier": Row(Trait.MOVES),
-    "reshard sharding_constraint": Row(Trait.MOVES | Trait.SENDS),
+    "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),
+    "dynamic_slice slice split unstack": _row("MOVES CHEAP SELECTS"),
+    "name": _row("MOVES NAMES"),
+    "optimization_barrier": _row("MOVES"),
+    "reshard sharding_constraint": _row("MOVES SENDS"),
     # Goes from device to device
-    "all_gather all_gather_reduced": Row(Trait.SENDS | Trait.SPREADS),
-    "all_gather_invariant all_to_all pmax pmin ppermute": Row(Trait.SENDS),
-    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": Row(
-        Trait.SENDS | Trait.ADDS_MANY
+    "all_gather all_gather_reduced": _row("SENDS SPREADS"),
+    "all_gather_invariant all_to_all pmax pmin ppermute": _row("SENDS"),
+    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": _row(
+        "SENDS ADDS_MANY"
     ),
-    "psum_invariant": Row(Trait.SENDS | Trait.ADDS_MANY | Trait.VARIES),
+    "psum_invariant": _row("SENDS ADDS_MANY VARIES"),
     # Returns some of its operands' numbers
     (
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
-    ): Row(Trait.CHOOSES | Trait.CHEAP),
-    "broadcast_in_dim concatenate stack tile": Row(
-        Trait.PLACES | Trait.CHOOSES | Trait.CHEAP
-    ),
-    "convert_element_type": Row(
-        Trait.PLACES | Trait.CHOOSES | Trait.CASTS | Trait.CHEAP
-    ),
-    "cummax cummin sort top_k": Row(Trait.CHOOSES),
-    "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.GATHERS | Trait.CHEAP),
-    "max": Row(Trait.CHOOSES | Trait.CHEAP, formula="bound"),
-    "pad": Row(Trait.PLACES | Trait.CHOOSES | Trait.CHEAP | Trait.FILLS | Trait.PADS),
-    "pvary": Row(Trait.SPREADS | Trait.CHOOSES | Trait.CHEAP | Trait.VARIES),
-    "reduce_max reduce_min": Row(Trait.CHOOSES | Trait.CHEAP | Trait.REDUCES),
-    "select_n": Row(Trait.CHOOSES | Trait.CHEAP | Trait.FILLS, formula="choice"),
+    ): _row("CHOOSES CHEAP"),
+    "broadcast_in_dim concatenate stack tile": _row("PLACES CHOOSES CHEAP"),
+    "convert_element_type": _row("PLACES CHOOSES CASTS CHEAP"),
+    "cummax cummin sort top_k": _row("CHOOSES"),
+    "gather": _row("PLACES CHOOSES GATHERS CHEAP"),
+    "max": _row("CHOOSES CHEAP", formula="bound"),
+    "pad": _row("PLACES CHOOSES CHEAP FILLS PADS"),
+    "pvary": _row("SPREADS CHOOSES CHEAP VARIES"),
+    "reduce_max reduce_min": _row("CHOOSES CHEAP REDUCES"),
+    "select_n": _row("CHOOSES CHEAP FILLS", formula="choice"),
     # Sums
-    "add": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="bound"),
-    "add_any": Row(Trait.ADDS_TWO | Trait.CHEAP),
-    "cumsum": Row(Trait.ADDS_MANY, terms="axis"),
-    "reduce": Row(Trait.ADDS_MANY, terms="dimensions"),
-    "reduce_sum": Row(
-        Trait.ADDS_MANY | Trait.CHEAP | Trait.REDUCES, terms="axes", formula="sum"
+    "add": _row("ADDS_TWO CHEAP", formula="bound"),
+    "add_any": _row("ADDS_TWO CHEAP"),
+    "cumsum": _row("ADDS_MANY", terms="axis"),
+    "reduce": _row("ADDS_MANY", terms="dimensions"),
+    "reduce_sum": _row("ADDS_MANY CHEAP REDUCES", terms="axes", formula="sum"),
+    "reduce_window reduce_window_sum select_and_scatter_add": _row(
+        "ADDS_MANY", terms="window_dimensions"
     ),
-    "reduce_window reduce_window_sum select_and_scatter_add": Row(
-        Trait.ADDS_MANY, terms="window_dimensions"
-    ),
-    "scatter-add scatter-sub": Row(Trait.ADDS_MANY | Trait.CHEAP, terms="updates"),
-    "sub": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="minus"),
+    "scatter-add scatter-sub": _row("ADDS_MANY CHEAP", terms="updates"),
+    "sub": _row("ADDS_TWO CHEAP", formula="minus"),
     # Has about the range of its operands
-    "ceil floor round sign": Row(Trait.NEAR | Trait.CHEAP),
-    "div": Row(Trait.DIVIDES | Trait.NEAR | Trait.CHEAP, formula="over"),
-    "erf logistic tanh": Row(Trait.NEAR | Trait.SATURATES | Trait.CHEAP),
-    "mul": Row(Trait.MULTIPLIES | Trait.NEAR | Trait.CHEAP, formula="times"),
+    "ceil floor round sign": _row("NEAR CHEAP"),
+    "div": _row("DIVIDES NEAR CHEAP", formula="over"),
+    "erf logistic tanh": _row("NEAR SATURATES CHEAP"),
+    "mul": _row("MULTIPLIES NEAR CHEAP", formula="times"),
     # Leaves, or bounds, their range
-    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": Row(
-        Trait.EXPONENTIAL | Trait.CHEAP
+    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": _row(
+        "EXPONENTIAL CHEAP"
     ),
-    "cumlogsumexp cumprod lgamma": Row(Trait.EXPONENTIAL),
-    "erfc": Row(Trait.SATURATES | Trait.CHEAP),
-    "integer_pow": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="raised"),
-    "square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
-    "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
+    "cumlogsumexp cumprod lgamma": _row("EXPONENTIAL"),
+    "erfc": _row("SATURATES CHEAP"),
+    "integer_pow square": _row("EXPONENTIAL CHEAP", formula="squared"),
+    "reduce_prod": _row("EXPONENTIAL CHEAP REDUCES"),
     # Products
-    "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
+    "conv_general_dilated": _row("PRODUCT", terms="kernel"),
     # An outer or an inner product takes one pass over its operands. Any other
     # `dot_general` is found by `is_product`, and `is_cheap` leaves it out.
-    "dot_general": Row(Trait.PRODUCT | Trait.OUTER | Trait.CHEAP, terms="contracted"),
-    "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
-    "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
+    "dot_general": _row("PRODUCT OUTER CHEAP", terms="contracted"),
+    "ragged_dot_general scaled_dot": _row("PRODUCT", terms="contracted"),
+    "scaled_matmul_wrapper": _row("PRODUCT", terms="last"),
     # Bits
-    "bitcast_convert_type nextafter random_gamma rng_uniform": Row(Trait.OF_BITS),
+    "bitcast_convert_type nextafter random_gamma rng_uniform": _row("OF_BITS"),
     # What no jaxpr shows
     (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general "
@@ -258,40 +233,36 @@ _ROWS = {
         "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper "
         "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
         "tpu_custom_call triton_kernel_call"
-    ): Row(Trait.OPAQUE),
-    "io_callback": Row(Trait.OPAQUE | Trait.EFFECTFUL),
+    ): _row("OPAQUE"),
+    "io_callback": _row("OPAQUE EFFECTFUL"),
     # Runs code that returns nothing
-    "debug_callback debug_print inspect_sharding": Row(Trait.EFFECTFUL),
+    "debug_callback debug_print inspect_sharding": _row("EFFECTFUL"),
     # Holds programs
-    "closed_call eval_jaxpr": Row(
-        Trait.INLINED | Trait.CALLS, programs=("jaxpr", "call_jaxpr")
-    ),
-    "composite xla_metadata_call": Row(Trait.CALLS, programs=("jaxpr",)),
-    "cond": Row(Trait.BRANCHES, programs=("branches",)),
-    "custom_jvp_call": Row(
-        Trait.JVP | Trait.CHEAP | Trait.CALLS, programs=("call_jaxpr",)
-    ),
-    "custom_linear_solve": Row(programs=("jaxprs.solve",)),
-    "custom_partitioning": Row(programs=("call",)),
-    "custom_vjp_call": Row(Trait.VJP | Trait.CALLS, programs=("call_jaxpr",)),
-    "custom_vmap_call": Row(Trait.CALLS, programs=("call",)),
-    "CustomRoot": Row(programs=("solve_jaxpr",)),
-    "jit": Row(Trait.INLINED | Trait.CHEAP | Trait.CALLS, programs=("jaxpr",)),
-    "linear_call": Row(programs=("callee",)),
-    "remat_opt": Row(Trait.INLINED | Trait.CALLS, programs=("fwd_jaxpr",)),
-    "remat2": Row(Trait.CHECKPOINTS | Trait.CALLS, programs=("jaxpr",)),
-    "run_state": Row(programs=("jaxpr",)),
-    "scan": Row(Trait.SCANS, programs=("jaxpr",)),
-    "shard_map": Row(Trait.MAPS, programs=("jaxpr",)),
-    "while": Row(Trait.WHILE, programs=("cond_jaxpr", "body_jaxpr")),
+    "closed_call eval_jaxpr": _row("INLINED CALLS", programs="jaxpr call_jaxpr"),
+    "composite xla_metadata_call": _row("CALLS", programs="jaxpr"),
+    "cond": _row("BRANCHES", programs="branches"),
+    "custom_jvp_call": _row("JVP CHEAP CALLS", programs="call_jaxpr"),
+    "custom_linear_solve": _row(programs="jaxprs.solve"),
+    "custom_partitioning": _row(programs="call"),
+    "custom_vjp_call": _row("VJP CALLS", programs="call_jaxpr"),
+    "custom_vmap_call": _row("CALLS", programs="call"),
+    "CustomRoot": _row(programs="solve_jaxpr"),
+    "jit": _row("INLINED CHEAP CALLS", programs="jaxpr"),
+    "linear_call": _row(programs="callee"),
+    "remat_opt": _row("INLINED CALLS", programs="fwd_jaxpr"),
+    "remat2": _row("CHECKPOINTS CALLS", programs="jaxpr"),
+    "run_state": _row(programs="jaxpr"),
+    "scan": _row("SCANS", programs="jaxpr"),
+    "shard_map": _row("MAPS", programs="jaxpr"),
+    "while": _row("WHILE", programs="cond_jaxpr body_jaxpr"),
     # Cheap, of any range
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
         "ge gt iota is_finite le lt ne not one_minus_square or polynomial "
         "reduce_and reduce_or rem sin tan xor"
-    ): Row(Trait.CHEAP),
-    "rsqrt": Row(Trait.CHEAP, formula="inverse root"),
-    "sqrt": Row(Trait.CHEAP, formula="root"),
+    ): _row("CHEAP"),
+    "rsqrt": _row("CHEAP", formula="inverse root"),
+    "sqrt": _row("CHEAP", formula="root"),
     # Treated like an unknown operation, but known to run no program
     (
         "accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract "
@@ -310,7 +281,7 @@ _ROWS = {
         "shift_right_arithmetic shift_right_logical svd swap symmetric_product "
         "threefry2x32 tie to_edtype triangular_solve tridiagonal tridiagonal_solve "
         "with_memory_space_constraint zeros_like zeta"
-    ): Row(),
+    ): _row(),
 }
 
 TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
