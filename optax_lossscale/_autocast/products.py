@@ -38,6 +38,7 @@ from optax_lossscale._programs.work import (
 SCOPE = "ols.autocast"
 """The name of the scope of what `autocast` runs, and of the values that it keeps."""
 
+_NARROWED = ""  # what becomes of a product that is narrowed
 _AT_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
     "precision='highest' for the products that need it)"
@@ -107,38 +108,34 @@ def reasons_left(program: Any) -> tuple[str, ...]:
     """
     if asks_for_precision(usual_product()):  # by `jax_default_matmul_precision`
         return (_AT_DEFAULT,)
-    return () if _narrows(program) else _reasons(program)
+    fates = _fates(program)
+    return () if _NARROWED in fates else fates
 
 
 @cached_by_program
-def _narrows(program: Any) -> bool:
-    """Whether any product of a program is narrowed."""
-    return any(
-        is_narrowed(eqn)
-        or (may_be_rewritten(eqn) and any(map(_narrows, programs_in(eqn))))
-        for eqn in open_jaxpr(program).eqns
-    )
+def _fates(program: Any) -> tuple[str, ...]:
+    """What becomes of the products of a program, each fate once.
+
+    It is `_NARROWED`, or the reason why a product is left.
+    """
+    fates = itertools.chain.from_iterable(map(_fates_in, open_jaxpr(program).eqns))
+    return tuple(dict.fromkeys(fates))
 
 
-@cached_by_program
-def _reasons(program: Any) -> tuple[str, ...]:
-    """The reasons for a program in which no product is narrowed."""
-    reasons = itertools.chain.from_iterable(map(_why_left, open_jaxpr(program).eqns))
-    return tuple(dict.fromkeys(reasons))
-
-
-def _why_left(eqn: JaxprEqn) -> list[str]:
-    """The reasons for an equation that is a product, or for those in its programs."""
+def _fates_in(eqn: JaxprEqn) -> list[str]:
+    """What becomes of an equation that is a product, or of those in its programs."""
+    if is_narrowed(eqn):
+        return [_NARROWED]
     if is_product(eqn):
         dtypes = dtypes_in(eqn.invars[:2])
         if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
         exact = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
         return [f"a product with {dtype} ({_CAST})" for dtype in exact]
-    programs = programs_in(eqn)
-    if any(map(_narrows, programs)):  # but for what holds them
+    inside = [fate for program in programs_in(eqn) for fate in _fates(program)]
+    if _NARROWED in inside and not may_be_rewritten(eqn):
         return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
-    return [why for program in programs for why in _reasons(program)]
+    return inside
 
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
@@ -160,8 +157,9 @@ def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
     It does not if its condition is computed from integers and booleans alone, such as a
-    count of rounds, and the body computes the next ones from integers and booleans
-    alone. A loop with a flag for each example of a `vmap` is taken to wait.
+    count of rounds, and the body computes the next ones from these and from constants
+    of integers and booleans. A loop with a flag for each example of a `vmap` is taken
+    to wait.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
     if shape_in(condition.outvars[0]):
@@ -170,12 +168,10 @@ def _waits(eqn: JaxprEqn) -> bool:
     of_body = body.invars[eqn.params["body_nconsts"] :]
     read = _made_of(condition, condition.outvars)
     carried = {n for n, v in enumerate(of_condition) if v in read}
-    earlier: set[int] = set()
-    while carried != earlier:
-        earlier = set(carried)
-        read |= _made_of(body, [body.outvars[n] for n in carried])
-        carried |= {n for n, v in enumerate(of_body) if v in read}
-    return any(is_inexact(v) for v in (*condition.invars, *body.invars) if v in read)
+    read |= _made_of(body, [body.outvars[n] for n in carried])
+    reads_others = any(v in read for n, v in enumerate(of_body) if n not in carried)
+    inputs = [*condition.invars, *body.invars]
+    return reads_others or any(map(is_inexact, read.intersection(inputs)))
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
