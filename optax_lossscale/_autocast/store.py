@@ -16,8 +16,6 @@ computes from programs compiled with the rule and without it.
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
-
 from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.cheap import is_cheap
@@ -44,21 +42,20 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
       facts: the facts about the program.
       rewritten: the step of each equation that is rewritten.
     """
-    eqns = facts.program.eqns
     seeds = island_seeds(facts)
     repeated = _repeated(facts, seeds)
-    order = {eqn: n for n, eqn in enumerate(eqns)}
+    order = {eqn: n for n, eqn in enumerate(facts.program.eqns)}
     # The values that later regions read, or that are results, with their dtypes
     wanted = {v: facts.dtypes[v] for v in variables(facts.program.outs)}
     from_last: list[Region] = []
-    for part in reversed(partition(eqns, seeds)):
+    for part in reversed(partition(facts.program.eqns, seeds)):
         regions: list[Region] = []
         if isinstance(part, list):
             regions = _regions_of_island(facts, part, wanted, repeated, order)
-        elif part.effects or any(v in wanted for v in part.outvars):
+        elif part.effects or not wanted.keys().isdisjoint(part.outvars):
             regions = [region_of_equation(facts, part, rewritten.get(part), wanted)]
-        from_last += reversed(regions)
-        for region in regions:
+        for region in reversed(regions):
+            from_last.append(region)
             for v, dtype in region.reads.items():
                 wanted[v] = joined_dtype(facts, v, dtype, wanted.get(v, dtype))
     return tuple(reversed(from_last))
@@ -90,17 +87,18 @@ def _regions_of_island(
       order: the position of each equation in the program.
     """
     makers = made_by(island)
+    stored = {v: wanted[v] for v in makers if v in wanted}
     regions: list[Region] = []
-    for stores in _divided(facts, island, wanted):
-        needed = _needed(stores, ChainMap(makers, repeated))
+    for values in _divided(facts, island, stored):
+        needed = _needed(values, ChainMap(makers, repeated))
         eqns = sorted(needed, key=order.__getitem__)
-        regions.append(region_of_island(facts, eqns, stores))
+        regions.append(region_of_island(facts, eqns, {v: stored[v] for v in values}))
         # The regions after this one read what it stores.
-        makers = {v: eqn for v, eqn in makers.items() if v not in stores}
+        makers = {v: eqn for v, eqn in makers.items() if v not in values}
     return regions
 
 
-def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
+def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     """The values that each region of an island stores, in the order of running.
 
     A sum in 16 bits that the island itself reads, as one of a residual stream, is
@@ -109,16 +107,15 @@ def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
     This saves memory and bytes in transformers. A recommender moves fewer bytes by it,
     but takes more memory, and Mamba moves more bytes.
     """
-    stores = {v: wanted[v] for v in made_by(island) if v in wanted}
     read_here = {v for eqn in island for v in variables(eqn.invars)}
-    alone: list[Dtypes] = []
-    together: dict[Var, Any] = {}
-    for v, dtype in stores.items():
-        if dtype == facts.dtypes[v] == facts.low and v in read_here:
-            alone.append({v: dtype})
-        else:
-            together[v] = dtype
-    return [*alone, together] if together else alone
+    sums = [
+        v
+        for v, dtype in stored.items()
+        if dtype == facts.dtypes[v] == facts.low and v in read_here
+    ]
+    others = [v for v in stored if v not in sums]
+    alone = [[v] for v in sums]
+    return [*alone, others] if others else alone
 
 
 def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprEqn]:
@@ -148,9 +145,8 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
         # The gradient of rows of an embedding would be summed for each island.
         if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
-        read: set[Var] = set()
-        for v in variables(eqn.invars):
-            read |= sources.get(v, {v})
+        operands = variables(eqn.invars)
+        read = set().union(*[sources.get(v, {v}) for v in operands])
         if _bytes(facts, read) <= _bytes(facts, eqn.outvars):
             repeated |= dict.fromkeys(eqn.outvars, eqn)
             sources |= dict.fromkeys(eqn.outvars, read)
