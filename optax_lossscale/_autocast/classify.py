@@ -40,7 +40,7 @@ from optax_lossscale._programs.values import (
     is_inexact,
     shape_in,
 )
-from optax_lossscale._programs.walk import carried_by, result_programs
+from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 
 
 class Kind(enum.IntEnum):
@@ -218,11 +218,11 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 
 def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
     """For each program in an equation, the kinds of its results."""
-    results: list[Kinds] = []
-    for program, numbers in result_programs(eqn):
-        kinds = classify(program, tuple(operands[n] for n in numbers))
-        results.append(kinds_of(flat(program).outs, kinds))
-    return results
+    inside = tuple(operands[first_inside(eqn) :])
+    return [
+        kinds_of(flat(program).outs, classify(program, inside))
+        for program in result_programs(eqn)
+    ]
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:

@@ -24,7 +24,7 @@ from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import carried_by, result_programs
+from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,11 +92,9 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    plans: list[Plan] = []
-    for program, operands in result_programs(eqn):
-        its_takes = tuple(takes[n] for n in operands)
-        its_kinds = tuple(kinds[n] for n in operands)
-        plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
+    first = first_inside(eqn)
+    inside = tuple(takes[first:]), gives, tuple(kinds[first:]), results, casting
+    plans = [_plan(program, *inside) for program in result_programs(eqn)]
     return Step(eqn, _operand_dtypes(eqn, takes, gives), plans)
 
 

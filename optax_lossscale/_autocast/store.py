@@ -16,6 +16,7 @@ computes from programs compiled with the rule and without it.
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Set
+
 from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.cheap import is_cheap

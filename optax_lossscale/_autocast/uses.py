@@ -28,7 +28,7 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Atom, size_of, variables
-from optax_lossscale._programs.walk import carried_by, result_programs
+from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 
 
 class Use(enum.Flag):
@@ -139,8 +139,8 @@ def uses_inside(eqn: JaxprEqn, results: Uses) -> list[Use]:
       results: what is done with the results of its programs: see `results_inside`.
     """
     of_operands = [NOTHING] * len(eqn.invars)
-    for program, operands in result_programs(eqn):
+    for program in result_programs(eqn):
         after = uses(program, results)
-        for n, v in zip(operands, flat(program).ins, strict=True):
+        for n, v in enumerate(flat(program).ins, start=first_inside(eqn)):
             of_operands[n] |= after[v]
     return of_operands

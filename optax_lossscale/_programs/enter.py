@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
-from optax_lossscale._programs.walk import carried_by, programs_with_operands
+from optax_lossscale._programs.walk import carried_by, first_inside, programs_in
 
 Arrays = Sequence[Any]
 """Arrays, traced or not, in the order of a program's arguments or results."""
@@ -81,20 +81,17 @@ def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 
 def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
-    (condition, of_condition), (_, of_body) = programs_with_operands(eqn)
+    condition, _ = programs_in(eqn)
     carried = carried_by(eqn)
-
-    def inputs(positions, carry):
-        """What a program takes in a round, by the positions of operands."""
-        now = [*operands[: carried.start], *carry]
-        return [now[n] for n in positions]
+    of_condition = operands[: first_inside(eqn)]
+    of_body = operands[first_inside(eqn) : carried.start]
 
     def goes_on(carry):
-        (flag,) = jaxpr_as_fun(condition)(*inputs(of_condition, carry))
+        (flag,) = jaxpr_as_fun(condition)(*of_condition, *carry)
         return flag
 
     def step(carry):
-        return astypes(function(inputs(of_body, carry)), dtypes_in(carry))
+        return astypes(function([*of_body, *carry]), dtypes_in(carry))
 
     return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 

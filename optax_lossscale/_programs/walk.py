@@ -1,12 +1,11 @@
 """The programs that an equation holds, with the operands that they take.
 
-`programs_in` gives the programs that an equation holds, `programs_with_operands` also the
-operands of each by their positions, and `carried_by` the positions of a loop's carry.
-For a `scan` with 2 constants, 1 carry and 1 array to scan over, `programs_with_operands` gives
-`[(body, range(0, 4))]`, and `carried_by` `range(2, 3)`.
+`programs_in` gives the programs that an equation holds, `result_programs` those that
+give its results, which take its operands from `first_inside` on, and `carried_by` the
+positions of a loop's carry. For a `scan` with 2 constants, 1 carry and 1 array to scan
+over, `result_programs` gives `[body]`, `first_inside` 0, and `carried_by` `range(2, 3)`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,32 +32,23 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
     return [leaf for leaf in leaves if is_program(leaf)]
 
 
-def programs_with_operands(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
-    """The programs in an equation that is entered, each with its operands.
+def result_programs(eqn: JaxprEqn) -> list[Any]:
+    """The programs whose results are those of the equation, which is entered.
 
-    The operands are given by their positions among those of the equation.
+    They are all of its programs but for the condition of a `while`.
     """
-    # A program takes the last operands: all of them, but for the index of a `cond` and
-    # the constants of a loop's condition.
-    end = len(eqn.invars)
-    entered: list[tuple[Any, Sequence[int]]] = [
-        (program, range(end - len(open_jaxpr(program).invars), end))
-        for program in programs_in(eqn)
-    ]
-    if Trait.WHILE in traits(eqn):  # its condition lacks the constants of its body
-        condition, _ = entered[0]
-        of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
-        entered[0] = (condition, of_condition)
-    return entered
+    programs = programs_in(eqn)
+    return programs[1:] if Trait.WHILE in traits(eqn) else programs
 
 
-def result_programs(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
-    """The programs whose results are those of the equation, each with its operands.
+def first_inside(eqn: JaxprEqn) -> int:
+    """The position of the first operand that each of the `result_programs` takes.
 
-    They are all that `programs_with_operands` gives but for the condition of a `while`.
+    It takes all operands after this one, too. Before it are the index of a `cond` and
+    the constants of a loop's condition.
     """
-    entered = programs_with_operands(eqn)
-    return entered[1:] if Trait.WHILE in traits(eqn) else entered
+    program = result_programs(eqn)[0]
+    return len(eqn.invars) - len(open_jaxpr(program).invars)
 
 
 def carried_by(eqn: JaxprEqn) -> range:
