@@ -86,22 +86,22 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     """The step of an equation that is rewritten, with the plans for its programs."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
-    takes, gives = _dtypes_inside(facts, eqn, kinds, results)
+    operands, takes, gives = _dtypes_of(facts, eqn, kinds, results)
     casting = facts.casting
     if Trait.SCANS in traits(eqn):  # whose passes no compiler merges
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
     first = first_inside(eqn)
-    inside = tuple(takes[first:]), gives, tuple(kinds[first:]), results, casting
+    inside = tuple(takes[first:]), tuple(gives), tuple(kinds[first:]), results, casting
     plans = [_plan(program, *inside) for program in result_programs(eqn)]
-    return Step(eqn, _operand_dtypes(eqn, takes, gives), plans)
+    return Step(eqn, operands, plans)
 
 
-def _dtypes_inside(
+def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Sequence[Kind], results: Uses
-) -> tuple[list[Any], tuple[Any, ...]]:
-    """The dtypes that programs in an equation take, for each of its operands, and give.
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The dtypes of an equation's operands, and those its programs take and give.
 
     Args:
       facts: the facts about the program around it.
@@ -118,30 +118,14 @@ def _dtypes_inside(
         # Every round reads the constants, so their gradients are sums over the rounds:
         # in float32, if the constants are.
         takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
-    # The body takes and gives its carry in 16 bits where it would store it so.
+    operands = list(takes)
+    # The body takes and gives its carry in 16 bits where it would store it so. If it
+    # takes 16 bits but gives float32, the loop carries float32, and each round rounds
+    # what it takes. So the last result is not rounded.
     of_operands = uses_inside(eqn, results)
     for j, n in enumerate(carried):
         v = eqn.invars[n]
         takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
         gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
-    return takes, tuple(gives)
-
-
-def _operand_dtypes(
-    eqn: JaxprEqn, takes: Sequence[Any], gives: Sequence[Any]
-) -> list[Any]:
-    """The dtype in which an equation takes each operand, and a loop carries it.
-
-    If the body takes a carry in 16 bits but gives it in float32, the loop carries
-    float32, and each round rounds what it takes. So the last result is not rounded.
-
-    Args:
-      eqn: the equation.
-      takes: the dtypes that its programs take, for each of its operands.
-      gives: the dtypes that its programs give.
-    """
-    dtypes = list(takes)
-    for n, given in zip(carried_by(eqn), gives, strict=False):
-        if takes[n] != given:
-            dtypes[n] = dtype_in(eqn.invars[n])
-    return dtypes
+        operands[n] = takes[n] if takes[n] == gives[j] else dtype_in(v)
+    return operands, takes, gives
