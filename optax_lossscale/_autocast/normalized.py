@@ -39,7 +39,7 @@ class Role(NamedTuple):
 # What an operation makes of roles of one value. The cell `formula` in the row of the
 # operation is the first word: a "bound" is the sum of two numbers or the larger one, a
 # "choice" one of them, and the other words say themselves what they are.
-_MADE = {
+_MADE: dict[tuple[str | None, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
     ("over", "sum"): "sum",

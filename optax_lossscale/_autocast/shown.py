@@ -9,7 +9,6 @@ After `keeping` are the steps whose results are kept. A cheap step may be in sev
 lines. What nothing reads has no line, and literals that a step reads are not shown.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +51,8 @@ def _names(program: Flat) -> Names:
     """The names of the values of a program: numbers, but for arguments with names."""
     made = [v for eqn in program.eqns for v in eqn.outvars]
     values = [*program.ins, *program.consts, *made]
-    # The arguments come first.
-    named = itertools.zip_longest(values, program.names, fillvalue="")
-    return {v: name or str(n) for n, (v, name) in enumerate(named)}
+    names = dict(zip(program.ins, program.names, strict=False))
+    return {v: names.get(v) or str(n) for n, v in enumerate(values)}
 
 
 def _line(region: Region, names: Names) -> str:

@@ -7,8 +7,8 @@ pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where
 operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
-import enum
 from collections.abc import Sequence
+from enum import Flag, auto
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from optax_lossscale._programs.versions import name_of
 
 
-class Trait(enum.Flag):
+class Trait(Flag):
     """The traits of operations, of which one operation may have several.
 
     Six of them are for operations that return numbers of their operands. `autocast`
@@ -35,100 +35,86 @@ class Trait(enum.Flag):
     ========  ==================  =========  ==========================
     """
 
-    MOVES = enum.auto()
-    """Only moves or reshapes numbers: runs in the dtype in which they are stored."""
-    SELECTS = enum.auto()
-    """Its results are parts of an operand, and so may lack its largest numbers."""
-    PLACES = enum.auto()
-    """Moves numbers as well, but runs in the dtypes in which it was traced.
-
-    Either its derivative may be a sum, or it is a cast.
-    """
-    SENDS = enum.auto()
-    """Communicates between devices, for which the number of bytes counts."""
-    SPREADS = enum.auto()
-    """Gives an array to many devices, or lets it differ between them.
-
-    Its derivative is a sum over these devices.
-    """
-    VARIES = enum.auto()
-    """Exists only where JAX tracks along which mesh axes each array differs.
-
-    One that is `ADDS_MANY` sums over these axes, and any other returns its operand.
-    """
-    CHOOSES = enum.auto()
-    """Its results are numbers of its operands, perhaps negated.
-
-    It runs in float32 nevertheless, as its derivative may be a sum.
-    """
-    FILLS = enum.auto()
-    """Puts numbers of one operand between those of another, as a mask does."""
-    PADS = enum.auto()
-    """Puts numbers around those of its operand, and perhaps between them."""
-    GATHERS = enum.auto()
-    """Looks up parts of its first operand by index, as an embedding does."""
-    NAMES = enum.auto()
-    """Gives its operand a name, by which a policy of `jax.checkpoint` may keep it."""
-    CASTS = enum.auto()
-    """Converts its operand to the dtype of its result."""
-    ADDS_TWO = enum.auto()
-    """Adds or subtracts two operands, number by number."""
-    ADDS_MANY = enum.auto()
-    """Sums many terms: in 16 bits the last ones are lost once the sum is large.
-
-    A sum over devices has one term for each device. Those are few, so it may run in 16
-    bits nevertheless.
-    """
-    REDUCES = enum.auto()
-    """Makes one number of those along its `axes`."""
-    MULTIPLIES = enum.auto()
-    """Multiplies two operands, number by number."""
-    DIVIDES = enum.auto()
-    """Divides two operands, number by number."""
-    NEAR = enum.auto()
-    """Its results have about the range of its operands."""
-    SATURATES = enum.auto()
-    """Approaches a limit for large numbers, at least for those of one sign."""
-    EXPONENTIAL = enum.auto()
-    """Its results leave the range of its operands: exponentials, logarithms, powers."""
-    PRODUCT = enum.auto()
-    """A matrix product or a convolution."""
-    OUTER = enum.auto()
-    """A product that, where it sums nothing, is a multiplication with broadcasting."""
-    OF_BITS = enum.auto()
-    """Reads or makes the bits of a number, which are those of its own dtype."""
-    OPAQUE = enum.auto()
-    """Runs code that no jaxpr shows, or does work that shapes do not determine."""
-    EFFECTFUL = enum.auto()
-    """Does more than compute its results, so that it must not run twice."""
-    CALLS = enum.auto()
-    """Runs the one program that it holds, once, from its operands to its results."""
-    INLINED = enum.auto()
-    """Only calls the program that it holds."""
-    CHECKPOINTS = enum.auto()
-    """Says itself which residuals of its program are kept, as `jax.checkpoint` does."""
-    SCANS = enum.auto()
-    """Runs its program once for each row of its operands, and carries a state along."""
-    WHILE = enum.auto()
-    """Runs its body, a program, as long as its condition, another program, holds."""
-    BRANCHES = enum.auto()
-    """Runs one of its programs, which an index chooses."""
-    MAPS = enum.auto()
-    """Runs its program on each device of a mesh."""
-    JVP = enum.auto()
-    """Holds a program whose derivative is a rule of the user's own."""
-    VJP = enum.auto()
-    """Holds a program whose pullback is a rule of the user's own.
-
-    It runs once, where it is, and is never `CHEAP`: a rule that is not linear, as one
-    that clips, has to see the whole cotangent.
-    """
-    CHEAP = enum.auto()
-    """Takes one pass over its operands at most, and mostly none of its own.
-
-    Compilers fuse most of these operations with those that read the results, so a
-    backward pass may recompute the results instead of keeping them.
-    """
+    # Only moves or reshapes numbers: runs in the dtype in which they are stored.
+    MOVES = auto()
+    # Its results are parts of an operand, and so may lack its largest numbers.
+    SELECTS = auto()
+    # Moves numbers as well, but runs in the dtypes in which it was traced. Either its
+    # derivative may be a sum, or it is a cast.
+    PLACES = auto()
+    # Communicates between devices, for which the number of bytes counts.
+    SENDS = auto()
+    # Gives an array to many devices, or lets it differ between them. Its derivative is
+    # a sum over these devices.
+    SPREADS = auto()
+    # Exists only where JAX tracks along which mesh axes each array differs. One that is
+    # `ADDS_MANY` sums over these axes, and any other returns its operand.
+    VARIES = auto()
+    # Its results are numbers of its operands, perhaps negated. It runs in float32
+    # nevertheless, as its derivative may be a sum.
+    CHOOSES = auto()
+    # Puts numbers of one operand between those of another, as a mask does.
+    FILLS = auto()
+    # Puts numbers around those of its operand, and perhaps between them.
+    PADS = auto()
+    # Looks up parts of its first operand by index, as an embedding does.
+    GATHERS = auto()
+    # Gives its operand a name, by which a policy of `jax.checkpoint` may keep it.
+    NAMES = auto()
+    # Converts its operand to the dtype of its result.
+    CASTS = auto()
+    # Adds or subtracts two operands, number by number.
+    ADDS_TWO = auto()
+    # Sums many terms: in 16 bits the last ones are lost once the sum is large. A sum
+    # over devices has one term for each device. Those are few, so it may run in 16 bits
+    # nevertheless.
+    ADDS_MANY = auto()
+    # Makes one number of those along its `axes`.
+    REDUCES = auto()
+    # Multiplies two operands, number by number.
+    MULTIPLIES = auto()
+    # Divides two operands, number by number.
+    DIVIDES = auto()
+    # Its results have about the range of its operands.
+    NEAR = auto()
+    # Approaches a limit for large numbers, at least for those of one sign.
+    SATURATES = auto()
+    # Its results leave the range of its operands: exponentials, logarithms, powers.
+    EXPONENTIAL = auto()
+    # A matrix product or a convolution.
+    PRODUCT = auto()
+    # A product that, where it sums nothing, is a multiplication with broadcasting.
+    OUTER = auto()
+    # Reads or makes the bits of a number, which are those of its own dtype.
+    OF_BITS = auto()
+    # Runs code that no jaxpr shows, or does work that shapes do not determine.
+    OPAQUE = auto()
+    # Does more than compute its results, so that it must not run twice.
+    EFFECTFUL = auto()
+    # Runs the one program that it holds, once, from its operands to its results.
+    CALLS = auto()
+    # Only calls the program that it holds.
+    INLINED = auto()
+    # Says itself which residuals of its program are kept, as `jax.checkpoint` does.
+    CHECKPOINTS = auto()
+    # Runs its program once for each row of its operands, and carries a state along.
+    SCANS = auto()
+    # Runs its body, a program, as long as its condition, another program, holds.
+    WHILE = auto()
+    # Runs one of its programs, which an index chooses.
+    BRANCHES = auto()
+    # Runs its program on each device of a mesh.
+    MAPS = auto()
+    # Holds a program whose derivative is a rule of the user's own.
+    JVP = auto()
+    # Holds a program whose pullback is a rule of the user's own. It runs once, where it
+    # is, and is never `CHEAP`: a rule that is not linear, as one that clips, has to see
+    # the whole cotangent.
+    VJP = auto()
+    # Takes one pass over its operands at most, and mostly none of its own. Compilers
+    # fuse most of these operations with those that read the results, so a backward pass
+    # may recompute the results instead of keeping them.
+    CHEAP = auto()
 
 
 class Row(NamedTuple):
