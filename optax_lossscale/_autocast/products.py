@@ -7,7 +7,6 @@ rewritten if it holds products as well. `reasons_left` gives the reasons of whic
 `autocast` warns where it narrows nothing.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,11 +92,11 @@ def _has_products(program: Any) -> bool:
     )
 
 
-def usual_product() -> Any:
-    """A traced product of float32 whose precision is the default around this call."""
+def usual_precision() -> Any:
+    """The precision of a product that asks for none, by the default around this call."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
-    return eqn
+    return eqn.params["precision"]
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
@@ -106,33 +105,34 @@ def reasons_left(program: Any) -> tuple[str, ...]:
     There is no reason if some product is narrowed, and none for a product that asks for
     its precision, or whose operands the user has cast.
     """
-    if asks_for_precision(usual_product()):  # by `jax_default_matmul_precision`
-        return (_AT_DEFAULT,)
-    fates = _fates(program)
+    fates = _fates(program, usual_precision())
     return () if _NARROWED in fates else fates
 
 
 @cached_by_program
-def _fates(program: Any) -> tuple[str, ...]:
+def _fates(program: Any, usual: Any) -> tuple[str, ...]:
     """What becomes of the products of a program, each fate once.
 
-    It is `_NARROWED`, or the reason why a product is left.
+    It is `_NARROWED`, or the reason why a product is left. `usual` is the precision of
+    products that ask for none.
     """
-    fates = itertools.chain.from_iterable(map(_fates_in, open_jaxpr(program).eqns))
-    return tuple(dict.fromkeys(fates))
+    eqns = open_jaxpr(program).eqns
+    return tuple(dict.fromkeys(fate for eqn in eqns for fate in _fates_in(eqn, usual)))
 
 
-def _fates_in(eqn: JaxprEqn) -> list[str]:
+def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
     """What becomes of an equation that is a product, or of those in its programs."""
     if is_narrowed(eqn):
         return [_NARROWED]
     if is_product(eqn):
         dtypes = dtypes_in(eqn.invars[:2])
-        if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
+        if {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
-        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
-        return [f"a product with {dtype} ({_CAST})" for dtype in exact]
-    inside = [fate for program in programs_in(eqn) for fate in _fates(program)]
+        if asks_for_precision(eqn):
+            return [_AT_DEFAULT] if eqn.params["precision"] == usual else []
+        others = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
+        return [f"a product with {dtype} ({_CAST})" for dtype in others]
+    inside = [fate for program in programs_in(eqn) for fate in _fates(program, usual)]
     if _NARROWED in inside and not may_be_rewritten(eqn):
         return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
     return inside
