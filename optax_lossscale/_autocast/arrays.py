@@ -74,8 +74,8 @@ def as_program(
             # A `Partial` is a tree: its leaves are the arrays, its structure the form.
             return Partial(form_of_objects, changed), Partial(form_of_results, returned)
 
-        # JAX shows the name of the function in messages; one without code has only a
-        # repr, which may be long.
+        # JAX shows the name of the function in messages. A callable without code, such
+        # as a partial, would be shown by its repr, which may be long.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
         wide_args, wide_kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
@@ -103,7 +103,7 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
 def _split(
     tree: Any, unchanged: Mapping[int, Any]
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """The arrays of a tree, and its form, which makes a tree of as many other arrays.
+    """The arrays of a tree, and a function that makes the tree of others in their place.
 
     An array whose `id` is in `unchanged` is not among them: the form holds what
     `unchanged` has for it.

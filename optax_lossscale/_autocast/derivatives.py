@@ -52,8 +52,8 @@ def custom_vjp(
 
     def forward(*args):
         primals = [x.value for x in args]
-        # Only these operands are differentiated: JAX refuses others, which the user's
-        # function may close over.
+        # `jax.vjp` differentiates these operands alone: it refuses to differentiate
+        # values that the user's function closes over, which are operands as well.
         perturbed = [n for n, x in enumerate(args) if x.perturbed]
 
         @rewrite

@@ -37,7 +37,7 @@ class Role(NamedTuple):
 
 
 # What an operation makes of roles of one value. The cell `formula` in the row of the
-# operation is the first word: a "bound" is the sum of two numbers or the larger one, a
+# operation is the first word: "at least" is a sum or a maximum, a
 # "choice" one of them, and the other words say themselves what they are.
 _MADE: dict[tuple[str | None, ...], str] = {
     ("sum", "value"): "sum",
@@ -52,12 +52,12 @@ _MADE: dict[tuple[str | None, ...], str] = {
     ("sum", "squares"): "power",
     ("sum", "power"): "power",
     ("over", "power"): "power",
-    ("bound", "power"): "power",
+    ("at least", "power"): "power",
     ("choice", "power"): "power",
     ("minus", "power", "squared sum"): "power",
     ("root", "power"): "norm",
     ("over", "norm"): "norm",
-    ("bound", "norm"): "norm",
+    ("at least", "norm"): "norm",
     ("choice", "norm"): "norm",
     ("inverse root", "power"): "inverse norm",
     ("times", "inverse norm"): "inverse norm",
@@ -67,7 +67,7 @@ _MADE: dict[tuple[str | None, ...], str] = {
 }
 # The least and the largest number that `_is_left_out` beside a role
 _LEFT_OUT = {
-    "bound": (0, np.inf),
+    "at least": (0, np.inf),
     "choice": (1, np.inf),
     "minus": (0, 0),
     "over": (1, np.inf),

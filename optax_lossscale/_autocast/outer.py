@@ -2,7 +2,7 @@
 
 A `dot_general` that sums nothing is not narrowed. But its derivatives are products that
 sum, and those that JAX makes from a `dot_general` in float32 would run in float32. The
-derivatives of a multiplication are multiplications and sums.
+derivatives of a multiplication are multiplications and sums, none of them a product.
 """
 
 import jax

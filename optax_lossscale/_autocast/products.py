@@ -3,8 +3,8 @@
 A product is narrowed if its operands and its result are float32, and it does not ask
 for its precision. An equation may be rewritten if its programs can be replaced, and
 nothing speaks against it, as in a `while` that waits for a number to converge; it is
-rewritten if it holds products as well. `reasons_left` gives the reasons of which
-`autocast` warns where it narrows nothing.
+rewritten if it holds products as well. `reasons_left` gives the reasons in
+`autocast`'s warning that it narrows nothing.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ class Use(enum.Flag):
     MULTIPLIED = enum.auto()
     """A product depends on it, directly or through other values."""
     PAST = enum.auto()
-    """It is read past a product, or given a name, and has to be stored until then."""
+    """It is read past a product, or given a name: so it has to be stored."""
 
 
 NOTHING = Use(0)

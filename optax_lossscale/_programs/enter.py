@@ -1,8 +1,8 @@
 """Run an equation that holds programs, such as a `scan`, with others in their place.
 
 `enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
-`lax.switch` and so on anew, with a function in the place of each program that gives the
-equation's results. A function may give other dtypes than its program, as it does with
+`lax.switch` and so on anew, with a function in the place of each of its
+`result_programs`. A function may give other dtypes than its program, as it does with
 narrowed products. The functions of a `cond` have to give the same dtypes. A loop
 carries the dtypes of its operands, to which it casts what its function gives.
 """
@@ -54,8 +54,8 @@ def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     # Once differentiated, the equation recomputes a forward pass in a backward pass.
-    # JAX lowers it with a barrier, so that the compiler does not merge the two. It
-    # would lower a new `checkpoint` without.
+    # JAX lowers it with a barrier, so that the compiler does not merge the two. The new
+    # `checkpoint` is not marked as differentiated, so JAX would leave the barrier out.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
@@ -74,7 +74,7 @@ def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     carry = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
     params = {name: eqn.params[name] for name in ("reverse", "unroll")}
-    # `jax.export` may leave the length of arrays open, which is no number then.
+    # With `jax.export` the length may be symbolic, and `lax.scan` takes it from `xs`.
     length = None if xs else eqn.params["length"]
     carry, ys = lax.scan(body, carry, xs, length, **params)
     return [*carry, *ys]
@@ -101,7 +101,7 @@ def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, functions, operands)
-    # A branch for other platforms, such as one with a kernel, may not compile for this.
+    # `lax.switch` would compile all branches, also one with another platform's kernel.
     of_platforms: dict[str, Function] = {}
     for names, function in zip(platforms, functions, strict=True):
         of_platforms |= dict.fromkeys(names or ["default"], function)

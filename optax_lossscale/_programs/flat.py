@@ -34,7 +34,7 @@ class Flat(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call, as the equations of the program that it runs have to know it."""
+    """What the equations of a called program take over from the call."""
 
     scope: Any  # the stack of names around the program
     caller: Any  # the traceback of the call; None around the whole program
@@ -137,7 +137,7 @@ def _called(eqn: JaxprEqn) -> Any:
 
 
 def _short_jit(eqn: JaxprEqn) -> Any:
-    """The program that a `jit` calls, if it is short; else None.
+    """The program of an equation that only calls it, as a `jit`, if short; else None.
 
     A function that calls another twice, which calls a third twice, and so on, would
     double in length at each level. So a long program stays a call.

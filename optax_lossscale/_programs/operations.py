@@ -19,20 +19,21 @@ from optax_lossscale._programs.versions import name_of
 class Trait(Flag):
     """The traits of operations, of which one operation may have several.
 
-    Six of them are for operations that return numbers of their operands. `autocast`
-    runs such an operation in the dtypes in which its operands are stored, which may be
-    of 16 bits, or in those in which it was traced. An example of each:
+    `autocast` runs operations that are `MOVES` or `SENDS` in the dtypes in which their
+    operands are stored, which may be of 16 bits, and others, but for products, in those
+    in which they were traced. It matters for operations that return numbers of their
+    operands, by what their derivative is. An example of each:
 
-    ========  ==================  =========  ==========================
-    trait     example             runs       its derivative
-    ========  ==================  =========  ==========================
-    MOVES     `reshape`           as stored  moves numbers back
-    SELECTS   `slice`             as stored  puts zeros around numbers
-    SPREADS   `all_gather`        as stored  sums over devices
-    PLACES    `broadcast_in_dim`  as traced  sums what was repeated
-    GATHERS   `gather`            as traced  sums what was read twice
-    CHOOSES   `clamp`             as traced  sums, for a bound of all
-    ========  ==================  =========  ==========================
+    ========  ==================  ====================================
+    trait     example             its derivative
+    ========  ==================  ====================================
+    MOVES     `reshape`           moves numbers back
+    SELECTS   `slice`             puts zeros around numbers
+    SPREADS   `all_gather`        sums over devices
+    PLACES    `broadcast_in_dim`  sums what was repeated
+    GATHERS   `gather`            sums what was read twice
+    CHOOSES   `clamp`             sums, where one bound serves all
+    ========  ==================  ====================================
     """
 
     # Only moves or reshapes numbers: runs in the dtype in which they are stored.
@@ -50,8 +51,8 @@ class Trait(Flag):
     # Exists only where JAX tracks along which mesh axes each array differs. One that is
     # `ADDS_MANY` sums over these axes, and any other returns its operand.
     VARIES = auto()
-    # Its results are numbers of its operands, perhaps negated. It runs in float32
-    # nevertheless, as its derivative may be a sum.
+    # Its results are numbers of its operands, perhaps negated, or cast. It runs in the
+    # dtype in which it was traced nevertheless, as its derivative may be a sum.
     CHOOSES = auto()
     # Puts numbers of one operand between those of another, as a mask does.
     FILLS = auto()
@@ -85,7 +86,7 @@ class Trait(Flag):
     PRODUCT = auto()
     # A product that, where it sums nothing, is a multiplication with broadcasting.
     OUTER = auto()
-    # Reads or makes the bits of a number, which are those of its own dtype.
+    # Reads or makes a number's bits, so that it gives others in another dtype.
     OF_BITS = auto()
     # Runs code that no jaxpr shows, or does work that shapes do not determine.
     OPAQUE = auto()
@@ -148,22 +149,23 @@ its parameters, and `dtype_report` lists it among what it cannot look into.
 """
 
 # By the names of primitives, as jaxprs show them: `ragged_dot` is `ragged_dot_general`
-# here. Operations of which the same is known share a row.
+# here. Operations of which the same is known share a row; a test sees to it that none
+# has two.
 _ROWS = {
-    # Returns its operands' numbers elsewhere
+    # Moves numbers
     "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),
     "dynamic_slice slice split unstack": _row("MOVES CHEAP SELECTS"),
     "name": _row("MOVES NAMES"),
     "optimization_barrier": _row("MOVES"),
     "reshard sharding_constraint": _row("MOVES SENDS"),
-    # Goes from device to device
+    # Communicates between devices
     "all_gather all_gather_reduced": _row("SENDS SPREADS"),
     "all_gather_invariant all_to_all pmax pmin ppermute": _row("SENDS"),
     "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": _row(
         "SENDS ADDS_MANY"
     ),
     "psum_invariant": _row("SENDS ADDS_MANY VARIES"),
-    # Returns some of its operands' numbers
+    # Returns numbers of its operands
     (
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
@@ -172,13 +174,13 @@ _ROWS = {
     "convert_element_type": _row("PLACES CHOOSES CASTS CHEAP"),
     "cummax cummin sort top_k": _row("CHOOSES"),
     "gather": _row("PLACES CHOOSES GATHERS CHEAP"),
-    "max": _row("CHOOSES CHEAP", formula="bound"),
+    "max": _row("CHOOSES CHEAP", formula="at least"),
     "pad": _row("PLACES CHOOSES CHEAP FILLS PADS"),
     "pvary": _row("SPREADS CHOOSES CHEAP VARIES"),
     "reduce_max reduce_min": _row("CHOOSES CHEAP REDUCES"),
     "select_n": _row("CHOOSES CHEAP FILLS", formula="choice"),
     # Sums
-    "add": _row("ADDS_TWO CHEAP", formula="bound"),
+    "add": _row("ADDS_TWO CHEAP", formula="at least"),
     "add_any": _row("ADDS_TWO CHEAP"),
     "cumsum": _row("ADDS_MANY", terms="axis"),
     "reduce": _row("ADDS_MANY", terms="dimensions"),
@@ -193,7 +195,7 @@ _ROWS = {
     "div": _row("DIVIDES NEAR CHEAP", formula="over"),
     "erf logistic tanh": _row("NEAR SATURATES CHEAP"),
     "mul": _row("MULTIPLIES NEAR CHEAP", formula="times"),
-    # Leaves, or bounds, their range
+    # Has another range than its operands
     "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": _row(
         "EXPONENTIAL CHEAP"
     ),

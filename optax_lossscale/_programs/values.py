@@ -82,9 +82,9 @@ def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [astype(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
-def dtypes_in(variables: Sequence[Any]) -> list[Any]:
-    """The dtype of each variable, in which it was traced."""
-    return list(map(dtype_in, variables))
+def dtypes_in(values: Sequence[Any]) -> list[Any]:
+    """The dtype of each value, as `dtype_in` gives it."""
+    return list(map(dtype_in, values))
 
 
 def lengths_of(array: Any) -> list[int]:

@@ -3,7 +3,8 @@
 `programs_in` gives the programs that an equation holds, `result_programs` those that
 give its results, which take its operands from `first_inside` on, and `carried_by` the
 positions of a loop's carry. For a `scan` with 2 constants, 1 carry and 1 array to scan
-over, `result_programs` gives `[body]`, `first_inside` 0, and `carried_by` `range(2, 3)`.
+over, `result_programs` gives `[body]`, `first_inside` 0, and `carried_by` `range(2,
+3)`.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Products and sums: which equations are products, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums; an inner
-product to single numbers is none, and neither is an outer product, which sums nothing.
+product, which gives single numbers, is none, and neither is an outer product, which
+sums nothing.
 A product of matrices of shapes (8, 4) and (4, 2) gives 16 numbers of 4 terms each. The
 cell `terms` in the row of the operation says how its terms are counted.
 """
@@ -59,7 +60,8 @@ def results_of(eqn: JaxprEqn) -> int:
     # often as one product.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs. Their terms are left out.
+    # A transposed convolution puts zeros between its inputs. Their terms are
+    # left out, as if there were fewer results.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 
