@@ -7,7 +7,6 @@ rewritten if it holds products as well. `reasons_left` gives the reasons in
 `autocast`'s warning that it narrows nothing.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.enter import has_shardings, is_entered
+from optax_lossscale._programs.enter import is_entered
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -24,10 +23,14 @@ from optax_lossscale._programs.values import (
     is_inexact,
     is_inexact_dtype,
     shape_in,
-    variables,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import (
+    has_shardings,
+    made_by,
+    needed_for,
+    programs_in,
+)
 from optax_lossscale._programs.work import (
     asks_for_precision,
     is_product,
@@ -166,18 +169,10 @@ def _waits(eqn: JaxprEqn) -> bool:
         return True
     of_condition = condition.invars[eqn.params["cond_nconsts"] :]
     of_body = body.invars[eqn.params["body_nconsts"] :]
-    read = _made_of(condition, condition.outvars)
+    read = needed_for(condition.outvars, made_by(condition.eqns))
     carried = {n for n, v in enumerate(of_condition) if v in read}
-    read |= _made_of(body, [body.outvars[n] for n in carried])
+    next_ones = [body.outvars[n] for n in carried]
+    read |= needed_for(next_ones, made_by(body.eqns))
     reads_others = any(v in read for n, v in enumerate(of_body) if n not in carried)
     inputs = [*condition.invars, *body.invars]
     return reads_others or any(map(is_inexact, read.intersection(inputs)))
-
-
-def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
-    """The variables from which some results of a program are computed, and these."""
-    needed = set(variables(results))
-    for eqn in reversed(program.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn.invars))
-    return needed

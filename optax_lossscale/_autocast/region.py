@@ -28,6 +28,7 @@ from optax_lossscale._programs.values import (
     shape_in,
     variables,
 )
+from optax_lossscale._programs.walk import made_by
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
@@ -112,11 +113,6 @@ def joined_dtype(facts: Facts, v: Var, one: Any, other: Any) -> Any:
     If the two dtypes differ, it is the one that `facts` has for the value.
     """
     return one if one == other else facts.dtypes[v]
-
-
-def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """The equation that makes each result of some equations, in order."""
-    return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def _rounding_sums(

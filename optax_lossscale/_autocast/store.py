@@ -28,12 +28,12 @@ from optax_lossscale._autocast.region import (
     Region,
     Step,
     joined_dtype,
-    made_by,
     region_of_equation,
     region_of_island,
 )
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import size_of, variables
+from optax_lossscale._programs.walk import made_by, needed_for
 
 
 def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
@@ -91,7 +91,8 @@ def _regions_of_island(
     stored = {v: wanted[v] for v in makers if v in wanted}
     regions: list[Region] = []
     for values in _divided(facts, island, stored):
-        needed = _needed(values, ChainMap(makers, repeated))
+        usable = ChainMap(makers, repeated)
+        needed = {usable[v] for v in needed_for(values, usable) if v in usable}
         eqns = sorted(needed, key=order.__getitem__)
         regions.append(region_of_island(facts, eqns, {v: stored[v] for v in values}))
         # The regions after this one read what it stores.
@@ -117,18 +118,6 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     others = [v for v in stored if v not in sums]
     alone = [[v] for v in sums]
     return [*alone, others] if others else alone
-
-
-def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprEqn]:
-    """The equations that values depend on, among those of `makers`."""
-    needed: set[JaxprEqn] = set()
-    unread = list(values)
-    while unread:
-        eqn = makers.get(unread.pop())
-        if eqn is not None and eqn not in needed:
-            needed.add(eqn)
-            unread += variables(eqn.invars)
-    return needed
 
 
 def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:

@@ -38,12 +38,6 @@ def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> lis
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
-def has_shardings(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `jit` with shardings for its arguments or results."""
-    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
-    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
-
-
 # --- one function for each kind of equation, which returns its results ---
 
 

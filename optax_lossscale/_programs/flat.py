@@ -12,12 +12,11 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.enter import has_shardings
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import has_shardings, programs_in
 
 _LONG = 100  # equations
 

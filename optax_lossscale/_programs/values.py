@@ -7,7 +7,7 @@ literal of a jaxpr.
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -100,8 +100,8 @@ def shape_in(v: Any) -> tuple[int, ...]:
     return v.aval.shape
 
 
-def variables(values: Sequence[Any]) -> list[Var]:
-    """The variables among the operands or results of an equation, without literals."""
+def variables(values: Iterable[Any]) -> list[Var]:
+    """The variables among values such as operands, without literals."""
     return [v for v in values if isinstance(v, Var)]
 
 

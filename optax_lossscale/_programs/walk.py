@@ -7,12 +7,14 @@ over, `result_programs` gives `[body]`, `first_inside` 0, and `carried_by` `rang
 3)`.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._programs.operations import Trait, row_of, traits
+from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import (
     is_program,
     open_jaxpr,
@@ -61,6 +63,29 @@ def carried_by(eqn: JaxprEqn) -> range:
         n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         return range(n_consts, len(eqn.invars))
     return range(0)
+
+
+def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
+    """The equation that makes each result of some equations, in order."""
+    return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
+def needed_for(values: Iterable[Any], makers: Mapping[Var, JaxprEqn]) -> set[Var]:
+    """The variables from which values are computed by these equations, and they."""
+    needed: set[Var] = set()
+    unread = variables(values)
+    while unread:
+        v = unread.pop()
+        if v in makers and v not in needed:
+            unread += variables(makers[v].invars)
+        needed.add(v)
+    return needed
+
+
+def has_shardings(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jit` with shardings for its arguments or results."""
+    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
+    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
