@@ -58,19 +58,20 @@ def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any
 
 def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     carried = carried_by(eqn)
-    n_carry = len(carried)
     consts = operands[: carried.start]
+    initial = list(operands[carried.start : carried.stop])
+    xs = list(operands[carried.stop :])
 
-    def body(carry, xs):
-        results = function([*consts, *carry, *xs])
+    def body(carry, x):
+        results = function([*consts, *carry, *x])
+        n_carry = len(carry)
         return astypes(results[:n_carry], dtypes_in(carry)), results[n_carry:]
 
-    carry = list(operands[carried.start : carried.stop])
-    xs = list(operands[carried.stop :])
-    params = {name: eqn.params[name] for name in ("reverse", "unroll")}
     # With `jax.export` the length may be symbolic, and `lax.scan` takes it from `xs`.
     length = None if xs else eqn.params["length"]
-    carry, ys = lax.scan(body, carry, xs, length, **params)
+    reverse = eqn.params["reverse"]
+    unroll = eqn.params["unroll"]
+    carry, ys = lax.scan(body, initial, xs, length, reverse, unroll)
     return [*carry, *ys]
 
 
