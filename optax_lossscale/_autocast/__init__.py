@@ -27,9 +27,9 @@ change. `run` runs the plan: `enter` replaces the programs in an equation, and
 `derivatives` those with a custom rule.
 
 Around the plan, `arrays` makes a program of a call, with `nnx` for the objects of Flax
-NNX. `products` says which products are narrowed, and `cheap` which equations may be
-computed more than once. `alike` finds islands that one trace serves, `outer` computes
-outer products, and `shown` prints plans. `autocast` and `cast_inputs` are public.
+NNX. `products` says which products are narrowed. `alike` finds islands that one trace
+serves, `outer` computes outer products, and `shown` prints plans. `autocast` and
+`cast_inputs` are public.
 
 The words that these files share:
 

@@ -71,7 +71,16 @@ def _plan(
     results: Uses,
     casting: Casting,
 ) -> Plan:
-    """The plan for a program that gives certain dtypes; see `facts_of`."""
+    """The plan for a program in an equation, or for the whole one.
+
+    Args:
+      jaxpr: the program.
+      takes: the dtypes of its arguments.
+      gives: the dtypes of its results.
+      kinds: the kinds of its arguments.
+      results: what is done with its results.
+      casting: how it is rewritten.
+    """
     eqns = flat(jaxpr).eqns
     # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
     # around the program. That has to be the mesh of all equations.

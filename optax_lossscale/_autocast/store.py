@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Set
 
 from jax.extend.core import JaxprEqn, Var
 
-from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.partition import Island, partition
@@ -34,6 +33,7 @@ from optax_lossscale._autocast.region import (
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import size_of, variables
 from optax_lossscale._programs.walk import made_by, needed_for
+from optax_lossscale._programs.work import is_cheap
 
 
 def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
