@@ -136,10 +136,8 @@ def _are_parameters(
     flags: list[bool] = []
     for n, argument in enumerate((*args, kwargs)):
         for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
-            flag = n in positions
-            if is_variable(leaf):
-                flag = is_of_nnx(leaf, "Param")
-            flags += [flag for x in jax.tree.leaves(leaf) if is_traceable(x)]
+            is_one = is_of_nnx(leaf, "Param") if is_variable(leaf) else n in positions
+            flags += [is_one for x in jax.tree.leaves(leaf) if is_traceable(x)]
     return flags
 
 

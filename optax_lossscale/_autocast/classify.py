@@ -146,7 +146,7 @@ def _fills_with_a_number(eqn: JaxprEqn) -> bool:
 
     By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
     """
-    filling = eqn.params["fill_value"] if Trait.GATHERS in traits(eqn) else None
+    filling = eqn.params.get("fill_value")
     return filling is not None and filling != 0 and not np.isnan(filling)
 
 

@@ -12,7 +12,6 @@ Where no program has imported Flax, there are no such objects, and `apart` and
 
 import contextlib
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,9 +57,11 @@ def apart(tree: Any) -> Any:
     with nnx.split_context(_TAG) as context:
 
         def split(x):
+            if not _is_object(x):
+                return x
             return _Apart(*context.split([x])) if _may_change(x) else _AsItIs(x)
 
-        return _map(split, _is_object, tree)
+        return jax.tree.map(split, tree, is_leaf=_is_object)
 
 
 def together(tree: Any, inside: bool) -> Any:
@@ -73,22 +74,17 @@ def together(tree: Any, inside: bool) -> Any:
         def merged(x):
             if isinstance(x, _AsItIs):
                 return x.x
+            if not _is_apart(x):
+                return x
             # The context's own `merge` would copy a `jax.Ref`, to which others write.
             return context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
 
-        return _map(merged, _is_apart, tree)
+        return jax.tree.map(merged, tree, is_leaf=_is_apart)
 
 
 def _nnx() -> Any:
     """Flax NNX; None where no program has imported it."""
     return sys.modules.get("flax.nnx")
-
-
-def _map(
-    function: Callable[[Any], Any], is_one: Callable[[Any], bool], tree: Any
-) -> Any:
-    """Replaces each node of a tree for which `is_one` holds by `function` of it."""
-    return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
 
 
 def _is_object(x: Any) -> bool:
@@ -97,8 +93,8 @@ def _is_object(x: Any) -> bool:
 
 
 def _is_apart(x: Any) -> bool:
-    """Whether `x` stands for an object of NNX in a tree that `apart` returned."""
-    return isinstance(x, (_Apart, _AsItIs))
+    """Whether `x` stands for an object of NNX that `apart` has divided."""
+    return isinstance(x, _Apart)
 
 
 def _may_change(x: Any) -> bool:

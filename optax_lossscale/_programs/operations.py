@@ -56,8 +56,6 @@ class Trait(Flag):
     CHOOSES = auto()
     # Puts numbers of one operand between those of another, as a mask does.
     FILLS = auto()
-    # Puts numbers around those of its operand, and perhaps between them.
-    PADS = auto()
     # Looks up parts of its first operand by index, as an embedding does.
     GATHERS = auto()
     # Gives its operand a name, by which a policy of `jax.checkpoint` may keep it.
@@ -175,7 +173,7 @@ _ROWS = {
     "cummax cummin sort top_k": _row("CHOOSES"),
     "gather": _row("PLACES CHOOSES GATHERS CHEAP"),
     "max": _row("CHOOSES CHEAP", formula="at least"),
-    "pad": _row("PLACES CHOOSES CHEAP FILLS PADS"),
+    "pad": _row("PLACES CHOOSES CHEAP FILLS"),
     "pvary": _row("SPREADS CHOOSES CHEAP VARIES"),
     "reduce_max reduce_min": _row("CHOOSES CHEAP REDUCES"),
     "select_n": _row("CHOOSES CHEAP FILLS", formula="choice"),
