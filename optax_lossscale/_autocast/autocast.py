@@ -143,7 +143,12 @@ def autocast(
     @functools.wraps(fun)
     def results_of_call(*args, **kwargs):
         with planned(args, kwargs) as (call, plan):
-            _warn_of_nothing_narrowed(call.program)
+            reasons = reasons_left(call.program)
+            if reasons:
+                said = "; ".join(reasons)
+                validation.warn(
+                    f"autocast leaves every matrix product as it is: {said}"
+                )
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
@@ -184,11 +189,3 @@ def _kinds(call: Call) -> list[Kind]:
         Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
         for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
     ]
-
-
-def _warn_of_nothing_narrowed(program: Any) -> None:
-    """Warns if no product is narrowed, unless each one asks for its precision."""
-    reasons = reasons_left(program)
-    if reasons:
-        said = "; ".join(reasons)
-        validation.warn(f"autocast leaves every matrix product as it is: {said}")
