@@ -57,19 +57,19 @@ def as_program(
       low: the dtype of products, or None to trace every array as it is.
     """
     with nnx.changes_kept():
-        inputs = nnx.apart((args, kwargs))
+        inputs = nnx.split((args, kwargs))
         arrays, form = _split(inputs, {})
 
         def of_arrays(*traced_args, **traced_kwargs):
             traced = jax.tree.leaves((traced_args, traced_kwargs))
-            call_args, call_kwargs = nnx.together(form(traced), inside=True)
+            call_args, call_kwargs = nnx.merge(form(traced), inside=True)
             objects = nnx.objects((call_args, call_kwargs))
-            objects_apart, results = nnx.apart(
+            split_objects, results = nnx.split(
                 (objects, fun(*call_args, **call_kwargs))
             )
             # An array that an object has before and after the call is not a result.
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
-            changed, form_of_objects = _split(objects_apart, unchanged)
+            changed, form_of_objects = _split(split_objects, unchanged)
             returned, form_of_results = _split(results, {})
             # A `Partial` is a tree: its leaves are the arrays, its structure the form.
             return Partial(form_of_objects, changed), Partial(form_of_results, returned)
@@ -85,7 +85,7 @@ def as_program(
 
         def result(arrays):
             filled = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-            _, results = nnx.together([tree() for tree in filled], inside=False)
+            _, results = nnx.merge([tree() for tree in filled], inside=False)
             return results
 
         yield Call(program, arrays, _are_parameters(inputs, parameters), result)
