@@ -1,4 +1,4 @@
-"""Find islands that compute the same, so that JAX traces one function for all of them.
+"""Keys of islands, by which JAX traces one function for all islands that are alike.
 
 The layers of a model are often alike, and JAX takes long to trace the derivatives of
 `jax.checkpoint`. Each layer has variables of its own, so a key has the positions of

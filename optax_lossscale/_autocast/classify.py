@@ -198,6 +198,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     while inside != earlier:
         earlier = list(inside)
         # What one round leaves in float32 is carried in float32 from the first one on.
+        # The carry is first among the results of a round.
         for results in _kinds_of_programs(eqn, inside):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:

@@ -72,8 +72,8 @@ _LEFT_OUT = {
     "minus": (0, 0),
     "over": (1, np.inf),
 }
-# The least terms of a mean. A mean over devices has fewer than 1: its sum counts as one
-# term, and is divided by the number of devices.
+# The least `terms` of a power that counts as a mean. Those of a mean over n devices are
+# 1/n, as its sum counts as one term.
 _FEWEST = 2**-12
 
 

@@ -54,7 +54,7 @@ class _Runner:
 
     JAX traces and differentiates a function once, and knows it again by the function
     itself. So what runs in several places is one function: there is one for each inner
-    program, and one for all islands that compute the same.
+    program, and one for all islands that compute the same, by the same lines.
     """
 
     def __init__(self):
@@ -152,11 +152,13 @@ class _Runner:
         if with_rule is None:
             return enter(eqn, operands, programs)
 
+        (plan,) = step.plans  # a custom derivative holds one program
+
         def original(*operands):
             traced = astypes(operands, dtypes_in(eqn.invars))
-            return astypes(bind(eqn, traced), step.plans[0].gives)
+            return astypes(bind(eqn, traced), plan.gives)
 
-        casting = step.plans[0].casting._replace(keeps_reductions=False)
+        casting = plan.casting._replace(keeps_reductions=False)
         rewrite = functools.partial(_rewrite, casting)
         return with_rule(programs[0], original, operands, rewrite)
 

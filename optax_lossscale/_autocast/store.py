@@ -1,4 +1,4 @@
-"""The fourth pass: what each region stores, in which dtype, and what is recomputed.
+"""The fourth pass: what each region stores, in which dtype, and what is repeated.
 
 The pass goes backward, from the regions that read a value to the one that makes it. An
 island stores a value in 16 bits if no later region needs it in float32: a product needs

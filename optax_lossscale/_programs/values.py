@@ -25,7 +25,7 @@ Atom = Var | Literal
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
-HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
+HALVES = frozenset(map(jnp.dtype, ("float16", "bfloat16")))
 
 
 def dtype_in(x: Any) -> Any:
