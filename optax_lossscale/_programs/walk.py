@@ -1,10 +1,10 @@
-"""The programs that an equation holds, with the operands that they take.
+"""The programs that an equation holds, and what values are computed from.
 
-`programs_in` gives the programs that an equation holds, `result_programs` those that
-give its results, which take its operands from `first_inside` on, and `carried_by` the
-positions of a loop's carry. For a `scan` with 2 constants, 1 carry and 1 array to scan
-over, `result_programs` gives `[body]`, `first_inside` 0, and `carried_by` `range(2,
-3)`.
+`programs_in` gives the programs that an equation holds, and `result_programs` those
+that give its results. These take the operands of the equation from `first_inside` on.
+`carried_by` gives the positions of a loop's carry. For a `scan` with 2 constants, 1
+carry and 1 array to scan over, `result_programs` gives `[body]`, `first_inside` 0, and
+`carried_by` `range(2, 3)`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
