@@ -65,7 +65,8 @@ _MADE: dict[tuple[str | None, ...], str] = {
     ("times", "value", "inverse norm"): "normalized",
     ("times", "inverse norm", "value"): "normalized",
 }
-# The least and the largest number that `_is_left_out` beside a role
+# The least and the largest number that may be beside a role, or after it, without
+# changing what the result is
 _LEFT_OUT = {
     "at least": (0, np.inf),
     "choice": (1, np.inf),
@@ -95,11 +96,15 @@ def role_of(
         return operands[0]
     if all(role.of is None for role in operands):
         return Role(None, "number")
-    if eqn.params.get("y", 2) != 2:  # a power other than the square
+    formula = row_of(eqn).formula
+    is_of_a_number = formula in ("minus", "over") and operands[0].of is None
+    is_other_power = eqn.params.get("y", 2) != 2
+    if is_of_a_number or is_other_power:
         return None
     parts: list[Role] = []
     for v, role, is_factor in zip(eqn.invars, operands, are_factors, strict=True):
-        if is_inexact(v) and not _is_left_out(eqn, role, is_factor):
+        is_left_out = is_factor if formula == "times" else _is_left_out(role, formula)
+        if is_inexact(v) and not is_left_out:
             parts.append(role)
     return _made_of(parts, eqn, divisor=operands[-1])
 
@@ -145,14 +150,11 @@ def _rearranges(eqn: JaxprEqn) -> bool:
     return bool(moves) and len(eqn.invars) == 1 and Trait.SELECTS not in its_traits
 
 
-def _is_left_out(eqn: JaxprEqn, role: Role, is_factor: bool) -> bool:
-    """Whether an operand may be beside a role without changing what the result is."""
-    formula = row_of(eqn).formula
-    if formula == "times":
-        return is_factor
-    if role.of is not None or formula not in _LEFT_OUT:
+def _is_left_out(role: Role, formula: str | None) -> bool:
+    """Whether a role is a number that does not change what the result is."""
+    number = role.terms
+    if role.of is not None or formula not in _LEFT_OUT or np.iscomplexobj(number):
         return False
     least, largest = _LEFT_OUT[formula]
-    number = np.real(role.terms)
     # NaN, which `jnp.var` may choose, is neither less nor larger.
     return not (number < least or number > largest)
