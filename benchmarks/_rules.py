@@ -13,7 +13,6 @@ from tqdm import tqdm
 from benchmarks import _accelerators, _autocast, _models, _tables, _targets
 from benchmarks._tables import Table
 from optax_lossscale._autocast import classify, region, store
-from optax_lossscale._autocast.region import made_by
 
 LEAST = 0.02  # of a difference that is shown
 TARGET = _targets.H100
@@ -35,10 +34,9 @@ def _no(*_: Any) -> bool:
     return False
 
 
-def _undivided(_facts: Any, island: Any, wanted: Any) -> list[Any]:
+def _undivided(_facts: Any, _island: Any, stored: Any) -> list[Any]:
     """What a whole island stores, by one region."""
-    stores = {v: wanted[v] for v in made_by(island) if v in wanted}
-    return [stores] if stores else []
+    return [list(stored)] if stored else []
 
 
 RULES = {

@@ -1,4 +1,4 @@
-"""Run any function in 16 bits: products narrow, all else in float32 but stored narrow.
+"""Run any function with products in 16 bits and all else in float32.
 
 `autocast` traces the function in float32, makes a plan for the traced program, and runs
 the plan. For `jnp.sum(jnp.exp(x @ w))` the plan has two regions: the product, which
@@ -27,9 +27,9 @@ change. `run` runs the plan: `enter` replaces the programs in an equation, and
 `derivatives` those with a custom rule.
 
 Around the plan, `arrays` makes a program of a call, with `nnx` for the objects of Flax
-NNX. `products` says which products are narrowed, and `cheap` which equations may be
-computed more than once. `alike` finds islands that one trace serves, `outer` computes
-outer products, and `shown` prints plans. `autocast` and `cast_inputs` are public.
+NNX. `products` says which products are narrowed. `alike` finds islands that one trace
+serves, `outer` computes outer products, and `shown` prints plans. `autocast` and
+`cast_inputs` are public.
 
 The words that these files share:
 
@@ -39,14 +39,12 @@ The words that these files share:
   is computed in 16 bits, the *low* dtype. An equation that holds programs is
   *rewritten* if their products are narrowed, by a plan for each program.
 - A *region* is a list of steps that run as one: an *island*, which depends on products
-  and computes in float32 but for sums stored in 16 bits, or a single step, such as a
-  product.
+  and computes in float32 but for moves and for sums stored in 16 bits, or a single
+  step, such as a product.
 - A value is *stored* if a later region reads it, or if it is a result of the program. A
   region may also *repeat* a cheap step of an earlier one, and not read its result.
 - For the backward pass, the values that an island reads are *kept*, which JAX calls its
   residuals; its other values are *recomputed*, except some reductions, kept as well.
-- A value is *sent* if it goes to other devices, gets a name, or is held by a barrier,
-  in 16 bits.
 - A *stream* is a sum that layer after layer adds to, such as the residual stream of a
   transformer. It is stored in 16 bits from product to product.
 """

@@ -57,25 +57,25 @@ def as_program(
       low: the dtype of products, or None to trace every array as it is.
     """
     with nnx.changes_kept():
-        inputs = nnx.apart((args, kwargs))
+        inputs = nnx.split((args, kwargs))
         arrays, form = _split(inputs, {})
 
         def of_arrays(*traced_args, **traced_kwargs):
             traced = jax.tree.leaves((traced_args, traced_kwargs))
-            call_args, call_kwargs = nnx.together(form(traced), inside=True)
+            call_args, call_kwargs = nnx.merge(form(traced), inside=True)
             objects = nnx.objects((call_args, call_kwargs))
-            objects_apart, results = nnx.apart(
+            split_objects, results = nnx.split(
                 (objects, fun(*call_args, **call_kwargs))
             )
             # An array that an object has before and after the call is not a result.
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
-            changed, form_of_objects = _split(objects_apart, unchanged)
+            changed, form_of_objects = _split(split_objects, unchanged)
             returned, form_of_results = _split(results, {})
             # A `Partial` is a tree: its leaves are the arrays, its structure the form.
             return Partial(form_of_objects, changed), Partial(form_of_results, returned)
 
-        # JAX shows the name of the function in messages; one without code has only a
-        # repr, which may be long.
+        # JAX shows the name of the function in messages. A callable without code, such
+        # as a partial, would be shown by its repr, which may be long.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
         wide_args, wide_kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
@@ -85,7 +85,7 @@ def as_program(
 
         def result(arrays):
             filled = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-            _, results = nnx.together([tree() for tree in filled], inside=False)
+            _, results = nnx.merge([tree() for tree in filled], inside=False)
             return results
 
         yield Call(program, arrays, _are_parameters(inputs, parameters), result)
@@ -103,7 +103,7 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
 def _split(
     tree: Any, unchanged: Mapping[int, Any]
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """The arrays of a tree, and its form, which makes a tree of as many other arrays.
+    """The arrays of a tree, and a function that makes the tree of others in their place.
 
     An array whose `id` is in `unchanged` is not among them: the form holds what
     `unchanged` has for it.
@@ -136,10 +136,8 @@ def _are_parameters(
     flags: list[bool] = []
     for n, argument in enumerate((*args, kwargs)):
         for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
-            flag = n in positions
-            if is_variable(leaf):
-                flag = is_of_nnx(leaf, "Param")
-            flags += [flag for x in jax.tree.leaves(leaf) if is_traceable(x)]
+            is_one = is_of_nnx(leaf, "Param") if is_variable(leaf) else n in positions
+            flags += [is_one for x in jax.tree.leaves(leaf) if is_traceable(x)]
     return flags
 
 

@@ -18,9 +18,8 @@ from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
 
-
-class _Missing:
-    """Stands for a `fun` that is not given: None, given by mistake, is an error."""
+_MISSING: Any = object()
+"""The default of `fun`: it is not None, so that `autocast(None)` is an error."""
 
 
 class Autocasted(Protocol):
@@ -31,7 +30,7 @@ class Autocasted(Protocol):
         ...
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan of a call; print it to see which dtypes run, and what is stored."""
+        """The plan of a call; print it to see what runs, and is stored, in which dtype."""
         ...
 
 
@@ -50,7 +49,7 @@ def autocast(
 
 
 def autocast(
-    fun: Callable[..., Any] = _Missing,
+    fun: Callable[..., Any] = _MISSING,
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Any:
@@ -59,14 +58,14 @@ def autocast(
     A model whose parameters and inputs are float32 trains in float16 without a cast:
     products take and return `dtype`, and the operations between two products compute in
     float32 and round their result for the second product. So exponentials, logarithms,
-    powers, sums, norms, losses and quotients have float32's range and digits, and a
-    mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too large for `dtype`
-    still overflows, for the loss scale to see.
+    powers, reductions, norms, losses and quotients have float32's range and digits, and
+    a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too large for
+    `dtype` still overflows, for the loss scale to see.
 
     The backward pass recomputes the intermediates between two products instead of
-    keeping them; activations that go from product to product, such as the residual
-    stream of a transformer, are stored in 16 bits. That takes about as much memory as a
-    model written in float16 by hand.
+    keeping them. The exception to float32 are sums that go from product to product,
+    such as the residual stream of a transformer: they are added and stored in 16 bits.
+    All this takes about as much memory as a model written in float16 by hand.
 
     A product with `precision=jax.lax.Precision.HIGHEST`, or under
     `jax.default_matmul_precision("highest")`, stays as it is; so does everything that
@@ -125,7 +124,7 @@ def autocast(
       island: exp reduce_sum div (2:f16) -> 5:f32  # ... (loss_fn)
       gives 5:f32
     """
-    if fun is _Missing:
+    if fun is _MISSING:
         return functools.partial(autocast, dtype=dtype, argnums=argnums)
     validation.check_function("fun", fun)
     low = validation.floating_dtype("dtype", dtype)
@@ -144,7 +143,10 @@ def autocast(
     @functools.wraps(fun)
     def results_of_call(*args, **kwargs):
         with planned(args, kwargs) as (call, plan):
-            _warn_of_nothing_narrowed(call.program)
+            reasons = reasons_left(call.program)
+            if reasons:
+                said = "; ".join(reasons)
+                messages.warn(f"autocast leaves every matrix product as it is: {said}")
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
@@ -185,11 +187,3 @@ def _kinds(call: Call) -> list[Kind]:
         Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
         for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
     ]
-
-
-def _warn_of_nothing_narrowed(program: Any) -> None:
-    """Warns if no product is narrowed, unless each one asks for its precision."""
-    reasons = reasons_left(program)
-    if reasons:
-        said = "; ".join(reasons)
-        messages.warn(f"autocast leaves every matrix product as it is: {said}")

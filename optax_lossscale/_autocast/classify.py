@@ -40,7 +40,7 @@ from optax_lossscale._programs.values import (
     is_inexact,
     shape_in,
 )
-from optax_lossscale._programs.walk import carried_by, result_programs
+from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 
 
 class Kind(enum.IntEnum):
@@ -146,7 +146,7 @@ def _fills_with_a_number(eqn: JaxprEqn) -> bool:
 
     By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
     """
-    filling = eqn.params["fill_value"] if Trait.GATHERS in traits(eqn) else None
+    filling = eqn.params.get("fill_value")
     return filling is not None and filling != 0 and not np.isnan(filling)
 
 
@@ -198,6 +198,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     while inside != earlier:
         earlier = list(inside)
         # What one round leaves in float32 is carried in float32 from the first one on.
+        # The carry is first among the results of a round.
         for results in _kinds_of_programs(eqn, inside):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:
@@ -218,11 +219,11 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 
 def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
     """For each program in an equation, the kinds of its results."""
-    results: list[Kinds] = []
-    for program, numbers in result_programs(eqn):
-        kinds = classify(program, tuple(operands[n] for n in numbers))
-        results.append(kinds_of(flat(program).outs, kinds))
-    return results
+    inside = tuple(operands[first_inside(eqn) :])
+    return [
+        kinds_of(flat(program).outs, classify(program, inside))
+        for program in result_programs(eqn)
+    ]
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:

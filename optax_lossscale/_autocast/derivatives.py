@@ -7,6 +7,7 @@ So JAX calls the user's rule, and casts tangents and cotangents. What the rule c
 is traced and run by a plan as well, which is what `rewrite` does with a function.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,15 @@ from jax.custom_derivatives import SymbolicZero
 from optax_lossscale._programs.enter import Arrays, Function
 from optax_lossscale._programs.values import dtype_in, is_inexact
 
-Original = Callable[..., list[Any]]
-"""The equation as it was traced, but for the dtypes of its results."""
-
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a function whose products are narrowed, and whose dtypes are the original's."""
 
 
 def custom_jvp(
-    narrowed: Function, original: Original, operands: Arrays, rewrite: Rewrite
+    narrowed: Function,
+    original: Callable[..., list[Any]],
+    operands: Arrays,
+    rewrite: Rewrite,
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
 
@@ -42,7 +43,10 @@ def custom_jvp(
 
 
 def custom_vjp(
-    narrowed: Function, original: Original, operands: Arrays, rewrite: Rewrite
+    narrowed: Function,
+    original: Callable[..., list[Any]],
+    operands: Arrays,
+    rewrite: Rewrite,
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
 
@@ -52,8 +56,8 @@ def custom_vjp(
 
     def forward(*args):
         primals = [x.value for x in args]
-        # Only these operands are differentiated: JAX refuses others, which the user's
-        # function may close over.
+        # `jax.vjp` differentiates these operands alone: it refuses to differentiate
+        # values that the user's function closes over, which are operands as well.
         perturbed = [n for n, x in enumerate(args) if x.perturbed]
 
         @rewrite
@@ -69,14 +73,10 @@ def custom_vjp(
 
         return with_pullback(primals)
 
-    @rewrite
-    def gradients_of(pullback, cotangents):
-        (gradients,) = pullback(cotangents)
-        return gradients
-
     def backward(pullback, cotangents):
         of_floats = list(map(_as_array, filter(is_inexact, cotangents)))
-        gradients = gradients_of(pullback, of_floats)
+        (gradients,) = rewrite(operator.call)(pullback, of_floats)
+        # None for an operand that is not differentiated
         return tuple(map(gradients.get, range(len(operands))))
 
     function.defvjp(forward, backward, symbolic_zeros=True)

@@ -24,8 +24,8 @@ class Casting(NamedTuple):
     # Whether the backward pass recomputes islands; not inside of the user's own
     # `jax.checkpoint`, whose policy says which residuals are kept
     recomputes: bool = True
-    # Whether some reductions are kept, by a name; not in a custom derivative, which JAX
-    # may have to transpose, as a name has no transpose
+    # Whether some reductions are kept, by a name; not in a custom derivative: JAX may
+    # have to transpose it, and cannot transpose a name
     keeps_reductions: bool = True
     prevent_cse: bool = True  # the argument of `jax.checkpoint`
 

@@ -1,18 +1,17 @@
 """Objects of Flax NNX, such as modules, which a traced function may change in place.
 
-The arguments of a function are taken `apart` into trees of arrays outside of the trace,
-and put `together` inside. After the call, the arguments and results are taken apart
-inside, and put together outside. So each object that goes in comes out as the same
+The arguments of a function are `split` into trees of arrays outside of the trace, and
+`merge` makes objects of these inside. After the call, the arguments and results are
+split inside, and merged outside. So each object that goes in comes out as the same
 object, changed as it would be without a trace. Both ways have to be in one context,
 `changes_kept`.
 
-Where no program has imported Flax, there are no such objects, and `apart` and
-`together` return what they take.
+Where no program has imported Flax, there are no such objects, and `split` and `merge`
+return what they take.
 """
 
 import contextlib
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +21,8 @@ from optax_lossscale._arrays.variables import find_nodes, is_of_nnx, is_variable
 _TAG = "optax_lossscale"  # by which NNX finds the objects of one call
 
 
-class _Apart(NamedTuple):
-    """An object of NNX, taken apart: a graph, which is static, and a tree of arrays."""
+class _Split(NamedTuple):
+    """An object of NNX, split into a graph, which is static, and a tree of arrays."""
 
     graph: Any
     state: Any
@@ -45,38 +44,42 @@ def objects(tree: Any) -> list[Any]:
 
 
 def changes_kept() -> contextlib.AbstractContextManager[Any]:
-    """The context for `apart` and `together`, which knows objects across the trace."""
+    """The context for `split` and `merge`, which knows objects across the trace."""
     nnx = _nnx()
     return contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG)
 
 
-def apart(tree: Any) -> Any:
-    """Takes the objects of NNX in a tree apart; one in two places gives arrays once."""
+def split(tree: Any) -> Any:
+    """A tree with its objects of NNX split; one in two places gives arrays once."""
     nnx = _nnx()
     if nnx is None:
         return tree
     with nnx.split_context(_TAG) as context:
 
-        def split(x):
-            return _Apart(*context.split([x])) if _may_change(x) else _AsItIs(x)
+        def split_node(x):
+            if not _is_object(x):
+                return x
+            return _Split(*context.split([x])) if _may_change(x) else _AsItIs(x)
 
-        return _map(split, _is_object, tree)
+        return jax.tree.map(split_node, tree, is_leaf=_is_object)
 
 
-def together(tree: Any, inside: bool) -> Any:
-    """Puts the objects of a tree together again, `inside` of the trace or outside."""
+def merge(tree: Any, inside: bool) -> Any:
+    """A split tree with its objects merged again, `inside` of the trace or outside."""
     nnx = _nnx()
     if nnx is None:
         return tree
     with nnx.merge_context(_TAG, inner=inside) as context:
 
-        def merged(x):
+        def merge_node(x):
             if isinstance(x, _AsItIs):
                 return x.x
+            if not _is_split(x):
+                return x
             # The context's own `merge` would copy a `jax.Ref`, to which others write.
             return context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
 
-        return _map(merged, _is_apart, tree)
+        return jax.tree.map(merge_node, tree, is_leaf=_is_split)
 
 
 def _nnx() -> Any:
@@ -84,21 +87,14 @@ def _nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
-def _map(
-    function: Callable[[Any], Any], is_one: Callable[[Any], bool], tree: Any
-) -> Any:
-    """Replaces each node of a tree for which `is_one` holds by `function` of it."""
-    return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
-
-
 def _is_object(x: Any) -> bool:
     """Whether `x` is an object of NNX, which functions may change in place."""
     return is_of_nnx(x, "Variable", "Pytree")
 
 
-def _is_apart(x: Any) -> bool:
-    """Whether `x` stands for an object of NNX in a tree that `apart` returned."""
-    return isinstance(x, (_Apart, _AsItIs))
+def _is_split(x: Any) -> bool:
+    """Whether `x` stands for an object of NNX that was split."""
+    return isinstance(x, _Split)
 
 
 def _may_change(x: Any) -> bool:

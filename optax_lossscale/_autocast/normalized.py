@@ -14,72 +14,50 @@ The axes of a mean or a norm are not looked at, nor is the order of its numbers.
 over the norms of each other count as normalized, though they may have any size.
 """
 
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.operations import Formula, Trait, row_of, traits
-from optax_lossscale._programs.values import dtype_in, is_inexact
+from optax_lossscale._programs.operations import Trait, row_of, traits
+from optax_lossscale._programs.values import is_inexact
 from optax_lossscale._programs.work import terms_of
-
-What = typing.Literal[
-    "epsilon",
-    "factor",
-    "inverse norm",
-    "norm",
-    "normalized",
-    "number",
-    "other",
-    "power",
-    "squared sum",
-    "squares",
-    "sum",
-    "value",
-    "zero",
-]
-"""What a result or a literal is, or what it is taken for.
-
-A literal is "zero", an "epsilon" if it is less than 1, a "number" if it is not, or
-"other" if it is negative or complex. A "factor" is a number, a parameter or a mask.
-"""
 
 
 class Role(NamedTuple):
     """What a result is, in the normalization of a value."""
 
     of: Any  # the value, a variable; None for what is computed from literals alone
-    what: What
+    what: str  # a word of `_MADE`, or "number" for what is computed from literals alone
     is_centred: bool = False  # whether it is that of the value minus its mean
-    # The number of terms summed, divided by the divisor: 1 for a mean, 8 for a sum of 8
+    # The number of terms summed, divided by the divisor: 1 for a mean, 8 for a sum of
+    # 8. Of a literal it is the number itself; what is computed from several counts 1.
     terms: float = 1
 
 
 # What an operation makes of roles of one value. The cell `formula` in the row of the
-# operation is the first word: a "bound" is the sum of two numbers or the larger one, a
+# operation is the first word: "at least" is a sum or a maximum, a
 # "choice" one of them, and the other words say themselves what they are.
-_MADE: dict[tuple[Formula | What, ...], What] = {
+_MADE: dict[tuple[str | None, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
-    ("over", "sum", "number"): "sum",
+    ("over", "sum"): "sum",
     ("minus", "value", "sum"): "value",
-    ("minus", "value", "zero"): "value",
+    ("minus", "value"): "value",
     ("squared", "value"): "squares",
     ("times", "value", "value"): "squares",
     ("squared", "sum"): "squared sum",
     ("times", "sum", "sum"): "squared sum",
     ("sum", "squares"): "power",
     ("sum", "power"): "power",
-    ("over", "power", "number"): "power",
-    ("bound", "power"): "power",
+    ("over", "power"): "power",
+    ("at least", "power"): "power",
     ("choice", "power"): "power",
     ("minus", "power", "squared sum"): "power",
     ("root", "power"): "norm",
-    ("over", "norm", "number"): "norm",
-    ("bound", "norm"): "norm",
+    ("over", "norm"): "norm",
+    ("at least", "norm"): "norm",
     ("choice", "norm"): "norm",
     ("inverse root", "power"): "inverse norm",
     ("times", "inverse norm"): "inverse norm",
@@ -87,14 +65,16 @@ _MADE: dict[tuple[Formula | What, ...], What] = {
     ("times", "value", "inverse norm"): "normalized",
     ("times", "inverse norm", "value"): "normalized",
 }
-# What may be beside a role without changing what the result is
-_LEFT_OUT: dict[Formula, tuple[What, ...]] = {
-    "bound": ("zero", "epsilon", "number"),
-    "choice": ("number",),
-    "times": ("factor",),
+# The least and the largest number that may be beside a role, or after it, without
+# changing what the result is
+_LEFT_OUT = {
+    "at least": (0, np.inf),
+    "choice": (1, np.inf),
+    "minus": (0, 0),
+    "over": (1, np.inf),
 }
-# The least terms of a mean. A mean over devices has fewer than 1: its sum counts as one
-# term, and is divided by the number of devices.
+# The least `terms` of a power that counts as a mean. Those of a mean over n devices are
+# 1/n, as its sum counts as one term.
 _FEWEST = 2**-12
 
 
@@ -116,17 +96,17 @@ def role_of(
         return operands[0]
     if all(role.of is None for role in operands):
         return Role(None, "number")
-    if Trait.MULTIPLIES in traits(eqn) and True in are_factors:
-        operands[are_factors.index(True)] = Role(None, "factor")
-    formula = _formula(eqn)
-    if formula is None:
+    formula = row_of(eqn).formula
+    is_of_a_number = formula in ("minus", "over") and operands[0].of is None
+    is_other_power = eqn.params.get("y", 2) != 2
+    if is_of_a_number or is_other_power:
         return None
-    left_out = _LEFT_OUT.get(formula, ())
-    pairs = zip(eqn.invars, operands, strict=True)
-    combined = [
-        role for v, role in pairs if is_inexact(v) and role.what not in left_out
-    ]
-    return _made_of(combined, eqn, formula)
+    parts: list[Role] = []
+    for v, role, is_factor in zip(eqn.invars, operands, are_factors, strict=True):
+        is_left_out = is_factor if formula == "times" else _is_left_out(role, formula)
+        if is_inexact(v) and not is_left_out:
+            parts.append(role)
+    return _made_of(parts, eqn, divisor=operands[-1])
 
 
 def is_normalized(role: Role) -> bool:
@@ -134,19 +114,21 @@ def is_normalized(role: Role) -> bool:
     return role.what == "normalized" or (role.is_centred and role.what == "value")
 
 
-def _made_of(roles: Sequence[Role], eqn: JaxprEqn, formula: Formula) -> Role | None:
+def _made_of(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None:
     """The role that an equation makes of roles, by the table; None if it has none.
 
-    Parts of different values make none.
+    Roles of different values make none. The `divisor` is that of a division.
     """
-    what = _MADE.get((formula, *[role.what for role in roles]))
-    of_values = [role for role in roles if role.of is not None]
-    sources = {(role.of, role.is_centred) for role in of_values}
+    formula = row_of(eqn).formula
+    what = _MADE.get((formula, *[role.what for role in parts]))
+    sources = {(role.of, role.is_centred) for role in parts}
     if what is None or len(sources) != 1:
         return None
     ((value, is_centred),) = sources
-    subtracts_mean = formula == "minus" and len(of_values) == 2
-    terms = max(role.terms for role in of_values) * _terms(eqn, formula)
+    subtracts_mean = formula == "minus" and len(parts) == 2
+    terms = max(role.terms for role in parts) * terms_of(eqn)
+    if formula == "over" and divisor.of is None:
+        terms /= divisor.terms
     # A power that was divided by more than it sums is small; a sum is larger than a
     # mean.
     if terms < _FEWEST or (subtracts_mean and terms > 1):
@@ -156,39 +138,23 @@ def _made_of(roles: Sequence[Role], eqn: JaxprEqn, formula: Formula) -> Role | N
 
 def _role_of_operand(v: Var | Literal, roles: Mapping[Var, Role]) -> Role:
     """The role of an operand."""
-    if isinstance(v, Var):
-        return roles.get(v, Role(v, "value"))
-    # A float0, the cotangent of an integer, cannot even be compared.
-    if dtype_in(v) == float0:
-        return Role(None, "other")
-    number = v.val
-    if number == 0:
-        return Role(None, "zero")
-    if np.iscomplexobj(number) or number < 0:
-        return Role(None, "other")
-    return Role(None, "epsilon" if number < 1 else "number")
+    if isinstance(v, Literal):
+        return Role(None, "number", terms=v.val)
+    return roles.get(v, Role(v, "value"))
 
 
 def _rearranges(eqn: JaxprEqn) -> bool:
-    """Whether the result has all numbers of the first operand, in another order."""
+    """Whether the result has all numbers of the one operand, in another order."""
     its_traits = traits(eqn)
-    if Trait.PLACES in its_traits:
-        return len(eqn.invars) == 1
-    moves = its_traits & (Trait.MOVES | Trait.SENDS | Trait.SPREADS)
-    return bool(moves) and Trait.SELECTS not in its_traits
+    moves = its_traits & (Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS)
+    return bool(moves) and len(eqn.invars) == 1 and Trait.SELECTS not in its_traits
 
 
-def _formula(eqn: JaxprEqn) -> Formula | None:
-    """The word for an equation's operation; None for a power other than the square."""
-    formula = row_of(eqn).formula
-    if formula != "raised":
-        return formula
-    return "squared" if eqn.params["y"] == 2 else None
-
-
-def _terms(eqn: JaxprEqn, formula: Formula) -> float:
-    """By what an equation multiplies the terms of a role."""
-    divisor = eqn.invars[-1]
-    if Trait.DIVIDES in traits(eqn) and isinstance(divisor, Literal):
-        return 1 / divisor.val
-    return terms_of(eqn) if formula == "sum" else 1
+def _is_left_out(role: Role, formula: str | None) -> bool:
+    """Whether a role is a number that does not change what the result is."""
+    number = role.terms
+    if role.of is not None or formula not in _LEFT_OUT or np.iscomplexobj(number):
+        return False
+    least, largest = _LEFT_OUT[formula]
+    # NaN, which `jnp.var` may choose, is neither less nor larger.
+    return not (number < least or number > largest)

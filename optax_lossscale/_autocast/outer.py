@@ -2,11 +2,12 @@
 
 A `dot_general` that sums nothing is not narrowed. But its derivatives are products that
 sum, and those that JAX makes from a `dot_general` in float32 would run in float32. The
-derivatives of a multiplication are multiplications and sums.
+derivatives of a multiplication are multiplications and sums, none of them a product.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.values import shape_in
@@ -14,17 +15,12 @@ from optax_lossscale._programs.values import shape_in
 
 def outer_product(eqn: JaxprEqn, x: jax.Array, y: jax.Array) -> jax.Array:
     """The result of a `dot_general` that sums nothing, by one multiplication."""
-    (contracted, _), (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    # The axes of the result are those of the batch, those of x alone, and those of y
-    # alone. Contracted axes have length 1.
-    shape = shape_in(eqn.outvars[0])
-    first = range(len(batch_x))
-    n_x = x.ndim - len(contracted)
-    of_batch = shape[: first.stop]
-    of_x = shape[first.stop : n_x]
-    of_y = shape[n_x:]
-    x = jnp.moveaxis(x, batch_x, first)
-    y = jnp.moveaxis(y, batch_y, first)
-    x = x.reshape(of_batch + of_x + (1,) * len(of_y))
-    y = y.reshape(of_batch + (1,) * len(of_x) + of_y)
-    return x * y
+    _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
+    n_batch = len(batch_x)
+    # The axes of the batch come first, then those of x alone, then those of y alone.
+    x = jnp.moveaxis(x, batch_x, range(n_batch))
+    y = jnp.moveaxis(y, batch_y, range(n_batch))
+    of_y = range(x.ndim, x.ndim + y.ndim - n_batch)
+    product = lax.expand_dims(x, of_y) * lax.expand_dims(y, range(n_batch, x.ndim))
+    # The contracted axes, of length 1, are left out.
+    return product.reshape(shape_in(eqn.outvars[0]))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._programs.values import variables
+from optax_lossscale._programs.work import is_cheap
 
 Island = list[JaxprEqn]
 """The equations of an island, in order."""

@@ -24,7 +24,7 @@ from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import carried_by, result_programs
+from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +71,16 @@ def _plan(
     results: Uses,
     casting: Casting,
 ) -> Plan:
-    """The plan for a program that gives certain dtypes; see `facts_of`."""
+    """The plan for a program in an equation, or for the whole one.
+
+    Args:
+      jaxpr: the program.
+      takes: the dtypes of its arguments.
+      gives: the dtypes of its results.
+      kinds: the kinds of its arguments.
+      results: what is done with its results.
+      casting: how it is rewritten.
+    """
     eqns = flat(jaxpr).eqns
     # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
     # around the program. That has to be the mesh of all equations.
@@ -86,24 +95,22 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     """The step of an equation that is rewritten, with the plans for its programs."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
-    takes, gives = _dtypes_inside(facts, eqn, kinds, results)
+    operands, takes, gives = _dtypes_of(facts, eqn, kinds, results)
     casting = facts.casting
     if Trait.SCANS in traits(eqn):  # whose passes no compiler merges
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    plans: list[Plan] = []
-    for program, operands in result_programs(eqn):
-        its_takes = tuple(takes[n] for n in operands)
-        its_kinds = tuple(kinds[n] for n in operands)
-        plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
-    return Step(eqn, _operand_dtypes(eqn, takes, gives), plans)
+    first = first_inside(eqn)
+    inside = tuple(takes[first:]), tuple(gives), tuple(kinds[first:]), results, casting
+    plans = [_plan(program, *inside) for program in result_programs(eqn)]
+    return Step(eqn, operands, plans)
 
 
-def _dtypes_inside(
+def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Sequence[Kind], results: Uses
-) -> tuple[list[Any], tuple[Any, ...]]:
-    """The dtypes that programs in an equation take, for each of its operands, and give.
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The dtypes of an equation's operands, and those its programs take and give.
 
     Args:
       facts: the facts about the program around it.
@@ -120,30 +127,14 @@ def _dtypes_inside(
         # Every round reads the constants, so their gradients are sums over the rounds:
         # in float32, if the constants are.
         takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
-    # The body takes and gives its carry in 16 bits where it would store it so.
+    operands = list(takes)
+    # The body takes and gives its carry in 16 bits where it would store it so. If it
+    # takes 16 bits but gives float32, the loop carries float32, and each round rounds
+    # what it takes. So the last result is not rounded.
     of_operands = uses_inside(eqn, results)
     for j, n in enumerate(carried):
         v = eqn.invars[n]
         takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
         gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
-    return takes, tuple(gives)
-
-
-def _operand_dtypes(
-    eqn: JaxprEqn, takes: Sequence[Any], gives: Sequence[Any]
-) -> list[Any]:
-    """The dtype in which an equation takes each operand, and a loop carries it.
-
-    If the body takes a carry in 16 bits but gives it in float32, the loop carries
-    float32, and each round rounds what it takes. So the last result is not rounded.
-
-    Args:
-      eqn: the equation.
-      takes: the dtypes that its programs take, for each of its operands.
-      gives: the dtypes that its programs give.
-    """
-    dtypes = list(takes)
-    for n, given in zip(carried_by(eqn), gives, strict=False):
-        if takes[n] != given:
-            dtypes[n] = dtype_in(eqn.invars[n])
-    return dtypes
+        operands[n] = takes[n] if takes[n] == gives[j] else dtype_in(v)
+    return operands, takes, gives

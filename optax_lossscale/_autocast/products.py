@@ -3,12 +3,10 @@
 A product is narrowed if its operands and its result are float32, and it does not ask
 for its precision. An equation may be rewritten if its programs can be replaced, and
 nothing speaks against it, as in a `while` that waits for a number to converge; it is
-rewritten if it holds products as well. `reasons_left` gives the reasons of which
-`autocast` warns where it narrows nothing.
+rewritten if it holds products as well. `reasons_left` gives the reasons in
+`autocast`'s warning that it narrows nothing.
 """
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.enter import has_shardings, is_entered
+from optax_lossscale._programs.enter import is_entered
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -25,10 +23,14 @@ from optax_lossscale._programs.values import (
     is_inexact,
     is_inexact_dtype,
     shape_in,
-    variables,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import (
+    has_shardings,
+    made_by,
+    needed_for,
+    programs_in,
+)
 from optax_lossscale._programs.work import (
     asks_for_precision,
     is_product,
@@ -38,6 +40,7 @@ from optax_lossscale._programs.work import (
 SCOPE = "ols.autocast"
 """The name of the scope of what `autocast` runs, and of the values that it keeps."""
 
+_NARROWED = ""  # what becomes of a product that is narrowed
 _AT_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
     "precision='highest' for the products that need it)"
@@ -92,11 +95,11 @@ def _has_products(program: Any) -> bool:
     )
 
 
-def usual_product() -> Any:
-    """A traced product of float32 whose precision is the default around this call."""
+def usual_precision() -> Any:
+    """The precision of a product that asks for none, by the default around this call."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
-    return eqn
+    return eqn.params["precision"]
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
@@ -105,40 +108,37 @@ def reasons_left(program: Any) -> tuple[str, ...]:
     There is no reason if some product is narrowed, and none for a product that asks for
     its precision, or whose operands the user has cast.
     """
-    if asks_for_precision(usual_product()):  # by `jax_default_matmul_precision`
-        return (_AT_DEFAULT,)
-    return () if _narrows(program) else _reasons(program)
+    fates = _fates(program, usual_precision())
+    return () if _NARROWED in fates else fates
 
 
 @cached_by_program
-def _narrows(program: Any) -> bool:
-    """Whether any product of a program is narrowed."""
-    return any(
-        is_narrowed(eqn)
-        or (may_be_rewritten(eqn) and any(map(_narrows, programs_in(eqn))))
-        for eqn in open_jaxpr(program).eqns
-    )
+def _fates(program: Any, usual: Any) -> tuple[str, ...]:
+    """What becomes of the products of a program, each fate once.
+
+    It is `_NARROWED`, or the reason why a product is left. `usual` is the precision of
+    products that ask for none.
+    """
+    eqns = open_jaxpr(program).eqns
+    return tuple(dict.fromkeys(fate for eqn in eqns for fate in _fates_in(eqn, usual)))
 
 
-@cached_by_program
-def _reasons(program: Any) -> tuple[str, ...]:
-    """The reasons for a program in which no product is narrowed."""
-    reasons = itertools.chain.from_iterable(map(_why_left, open_jaxpr(program).eqns))
-    return tuple(dict.fromkeys(reasons))
-
-
-def _why_left(eqn: JaxprEqn) -> list[str]:
-    """The reasons for an equation that is a product, or for those in its programs."""
+def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
+    """What becomes of an equation that is a product, or of those in its programs."""
+    if is_narrowed(eqn):
+        return [_NARROWED]
     if is_product(eqn):
         dtypes = dtypes_in(eqn.invars[:2])
-        if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
+        if {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
-        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
-        return [f"a product with {dtype} ({_CAST})" for dtype in exact]
-    programs = programs_in(eqn)
-    if any(map(_narrows, programs)):  # but for what holds them
+        if asks_for_precision(eqn):
+            return [_AT_DEFAULT] if eqn.params["precision"] == usual else []
+        others = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
+        return [f"a product with {dtype} ({_CAST})" for dtype in others]
+    inside = [fate for program in programs_in(eqn) for fate in _fates(program, usual)]
+    if _NARROWED in inside and not may_be_rewritten(eqn):
         return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
-    return [why for program in programs for why in _reasons(program)]
+    return inside
 
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
@@ -160,28 +160,19 @@ def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
     It does not if its condition is computed from integers and booleans alone, such as a
-    count of rounds, and the body computes the next ones from integers and booleans
-    alone. A loop with a flag for each example of a `vmap` is taken to wait.
+    count of rounds, and the body computes the next ones from these and from constants
+    of integers and booleans. A loop with a flag for each example of a `vmap` is taken
+    to wait.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
     if shape_in(condition.outvars[0]):
         return True
     of_condition = condition.invars[eqn.params["cond_nconsts"] :]
     of_body = body.invars[eqn.params["body_nconsts"] :]
-    read = _made_of(condition, condition.outvars)
+    read = needed_for(condition.outvars, made_by(condition.eqns))
     carried = {n for n, v in enumerate(of_condition) if v in read}
-    earlier: set[int] = set()
-    while carried != earlier:
-        earlier = set(carried)
-        read |= _made_of(body, [body.outvars[n] for n in carried])
-        carried |= {n for n, v in enumerate(of_body) if v in read}
-    return any(is_inexact(v) for v in (*condition.invars, *body.invars) if v in read)
-
-
-def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
-    """The variables from which some results of a program are computed, and these."""
-    needed = set(variables(results))
-    for eqn in reversed(program.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn.invars))
-    return needed
+    next_ones = [body.outvars[n] for n in carried]
+    read |= needed_for(next_ones, made_by(body.eqns))
+    reads_others = any(v in read for n, v in enumerate(of_body) if n not in carried)
+    inputs = [*condition.invars, *body.invars]
+    return reads_others or any(map(is_inexact, read.intersection(inputs)))

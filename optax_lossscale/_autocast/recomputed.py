@@ -54,9 +54,7 @@ def _computes_floats(eqn: JaxprEqn) -> bool:
 
 def _puts_gaps(eqn: JaxprEqn) -> bool:
     """Whether an equation pads between the numbers of its operand."""
-    if Trait.PADS not in traits(eqn):
-        return False
-    return any(gap for _, _, gap in eqn.params["padding_config"])
+    return any(gap for _, _, gap in eqn.params.get("padding_config", ()))
 
 
 def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:

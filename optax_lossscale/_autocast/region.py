@@ -2,10 +2,11 @@
 
 `region_of_island` and `region_of_equation` make a region from its equations and from
 what it stores. A step of an island casts its operands to the dtypes in which they were
-traced. Some sums that are stored in 16 bits cast their operands to 16 bits instead. A
-region reads a value from outside in 16 bits if each step that reads the value casts it
-to 16 bits, or moves it to where 16 bits are needed. It reads any other value in the
-dtype that `facts` has for the value.
+traced, unless it only moves numbers: then it takes them as they are stored. Some sums
+that are stored in 16 bits cast their operands to 16 bits instead. A region reads a
+value from outside in 16 bits if each step that reads the value casts it to 16 bits, or
+moves it to where 16 bits are needed. It reads any other value in the dtype that `facts`
+has for the value.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from optax_lossscale._programs.values import (
     shape_in,
     variables,
 )
+from optax_lossscale._programs.walk import made_by
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
@@ -96,10 +98,12 @@ def region_of_equation(
     """
     low = facts.low
     results = {v: wanted.get(v, low) for v in eqn.outvars}
-    is_sent = _moves_rounded(eqn, results, low) and Trait.CHEAP not in traits(eqn)
-    casts = _rounding_casts if is_sent else _usual_casts
+    rounds_first = _moves_rounded(eqn, results, low) and Trait.CHEAP not in traits(eqn)
+    casts = _rounding_casts if rounds_first else _usual_casts
     steps = [rewritten or Step(eqn, casts(eqn, low))]
-    stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
+    stores = {
+        v: _rounded(facts, v) if rounds_first else facts.dtypes[v] for v in results
+    }
     return Region(steps, _reads(facts, steps, results), stores)
 
 
@@ -109,11 +113,6 @@ def joined_dtype(facts: Facts, v: Var, one: Any, other: Any) -> Any:
     If the two dtypes differ, it is the one that `facts` has for the value.
     """
     return one if one == other else facts.dtypes[v]
-
-
-def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """The equation that makes each result of some equations, in order."""
-    return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def _rounding_sums(

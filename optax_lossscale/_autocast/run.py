@@ -7,7 +7,6 @@ programs runs each of them by its own plan, in the same way.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -50,26 +49,17 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
     return _Runner().run(plan, args)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Island:
-    """A region that is recomputed; it equals all islands that compute the same."""
-
-    key: Hashable  # by `key_of_island`
-    region: Region = dataclasses.field(compare=False)
-    casting: Casting = dataclasses.field(compare=False)
-
-
 class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
     JAX traces and differentiates a function once, and knows it again by the function
     itself. So what runs in several places is one function: there is one for each inner
-    program, and one for all islands that compute the same.
+    program, and one for all islands that compute the same, by the same lines.
     """
 
     def __init__(self):
         self._program_function = functools.cache(self._jitted)
-        self._island_function = functools.cache(self._checkpointed)
+        self._islands: dict[Hashable, Function] = {}
 
     def run(self, plan: Plan, args: Arrays) -> list[Any]:
         """The results of a program, region by region."""
@@ -77,27 +67,22 @@ class _Runner:
         args = astypes(args, plan.takes)
         values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
         for region in plan.regions:
-            operands = [values[v] for v in region.reads]
-            if region.is_recomputed:
-                key = key_of_island(region, plan.casting)
-                island = _Island(key, region, plan.casting)
-                stored = self._island_function(island)(operands)
-            else:
-                stored = self._run_region(region, operands)
+            function = self._region_function(region, plan.casting)
+            stored = function([values[v] for v in region.reads])
             values |= zip(region.stores, stored, strict=True)
         results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
         return astypes(results, plan.gives)
 
-    def _checkpointed(self, island: _Island) -> Function:
-        """The function from what an island reads to what it stores."""
-        region = island.region
-        return jax.checkpoint(
-            functools.partial(self._run_region, region),
-            prevent_cse=island.casting.prevent_cse,
-            policy=_KEEPS
-            if region.kept_reductions
-            else None,  # a policy takes longer to trace
+    def _region_function(self, region: Region, casting: Casting) -> Function:
+        """The function from what a region reads to what it stores."""
+        function = functools.partial(self._run_region, region)
+        if not region.is_recomputed:
+            return function
+        policy = _KEEPS if region.kept_reductions else None  # one takes long to trace
+        recomputed = jax.checkpoint(
+            function, prevent_cse=casting.prevent_cse, policy=policy
         )
+        return self._islands.setdefault(key_of_island(region, casting), recomputed)
 
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
         """The function that runs an inner program, in a `jit` of its own.
@@ -167,11 +152,13 @@ class _Runner:
         if with_rule is None:
             return enter(eqn, operands, programs)
 
+        (plan,) = step.plans  # a custom derivative holds one program
+
         def original(*operands):
             traced = astypes(operands, dtypes_in(eqn.invars))
-            return astypes(bind(eqn, traced), step.plans[0].gives)
+            return astypes(bind(eqn, traced), plan.gives)
 
-        casting = step.plans[0].casting._replace(keeps_reductions=False)
+        casting = plan.casting._replace(keeps_reductions=False)
         rewrite = functools.partial(_rewrite, casting)
         return with_rule(programs[0], original, operands, rewrite)
 
@@ -185,10 +172,8 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 def _product(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The result of a product whose operands are in 16 bits already, in 16 bits."""
-    params = eqn.params | {"precision": None}
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype_in(operands[0])
-    return bind(eqn.replace(params=params), operands)
+    types = {"precision": None, "preferred_element_type": dtype_in(operands[0])}
+    return bind(eqn.replace(params=eqn.params | types), operands)
 
 
 def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:

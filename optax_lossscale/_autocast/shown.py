@@ -37,34 +37,32 @@ def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
         yield "as above"
         return
     printed.add(plan)
-    names = _names(plan.program)
-    yield f"takes {_typed(names, plan.program.ins, plan.takes)}"
+    program = plan.program
+    names = _names(program)
+    yield f"takes {_typed(names, zip(program.ins, plan.takes, strict=True))}"
     for region in plan.regions:
         yield _line(region, names)
         for inner in region.steps[0].plans:
-            for line in _lines(inner, printed):
-                yield f"  {line}"
-    yield f"gives {_typed(names, plan.program.outs, plan.gives)}"
+            yield from (f"  {line}" for line in _lines(inner, printed))
+    yield f"gives {_typed(names, zip(program.outs, plan.gives, strict=True))}"
 
 
 def _names(program: Flat) -> Names:
     """The names of the values of a program: numbers, but for arguments with names."""
     made = [v for eqn in program.eqns for v in eqn.outvars]
     values = [*program.ins, *program.consts, *made]
-    names = {v: str(n) for n, v in enumerate(values)}
-    named = zip(program.ins, program.names, strict=False)
-    return names | {v: name for v, name in named if name}
+    names = dict(zip(program.ins, program.names, strict=False))
+    return {v: names.get(v) or str(n) for n, v in enumerate(values)}
 
 
 def _line(region: Region, names: Names) -> str:
     """The line of a region."""
     eqns = [step.eqn for step in region.steps]
     kept = [eqn for eqn in eqns if not region.kept_reductions.isdisjoint(eqn.outvars)]
-    line = "island" if region.is_recomputed else "run"
-    line += (
-        f": {_operations(eqns)} ({_typed(names, region.reads, region.reads.values())})"
-    )
-    line += f" -> {_typed(names, region.stores, region.stores.values())}"
+    word = "island" if region.is_recomputed else "run"
+    reads = _typed(names, region.reads.items())
+    stores = _typed(names, region.stores.items())
+    line = f"{word}: {_operations(eqns)} ({reads}) -> {stores}"
     if kept:
         line += f", keeping {_operations(kept)}"
     # Some equations have no line of the user's, such as the counter of a loop.
@@ -76,10 +74,10 @@ def _operations(eqns: Iterable[JaxprEqn]) -> str:
     return " ".join(map(name_of, eqns))
 
 
-def _typed(names: Names, values: Iterable[Any], dtypes: Iterable[Any]) -> str:
+def _typed(names: Names, values: Iterable[tuple[Any, Any]]) -> str:
     """Values by name or number, and literals as they are, each with its dtype."""
     typed: list[str] = []
-    for v, dtype in zip(values, dtypes, strict=True):
-        name = str(v.val) if isinstance(v, Literal) else names[v]
+    for v, dtype in values:
+        name = v.val if isinstance(v, Literal) else names[v]
         typed.append(f"{name}:{dtype.name.replace('float', 'f')}")
     return ", ".join(typed)

@@ -1,4 +1,4 @@
-"""The fourth pass: what each region stores, in which dtype, and what is recomputed.
+"""The fourth pass: what each region stores, in which dtype, and what is repeated.
 
 The pass goes backward, from the regions that read a value to the one that makes it. An
 island stores a value in 16 bits if no later region needs it in float32: a product needs
@@ -16,11 +16,9 @@ computes from programs compiled with the rule and without it.
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.partition import Island, partition
@@ -29,12 +27,13 @@ from optax_lossscale._autocast.region import (
     Region,
     Step,
     joined_dtype,
-    made_by,
     region_of_equation,
     region_of_island,
 )
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import size_of, variables
+from optax_lossscale._programs.walk import made_by, needed_for
+from optax_lossscale._programs.work import is_cheap
 
 
 def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
@@ -44,21 +43,20 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
       facts: the facts about the program.
       rewritten: the step of each equation that is rewritten.
     """
-    eqns = facts.program.eqns
     seeds = island_seeds(facts)
     repeated = _repeated(facts, seeds)
-    order = {eqn: n for n, eqn in enumerate(eqns)}
+    order = {eqn: n for n, eqn in enumerate(facts.program.eqns)}
     # The values that later regions read, or that are results, with their dtypes
     wanted = {v: facts.dtypes[v] for v in variables(facts.program.outs)}
     from_last: list[Region] = []
-    for part in reversed(partition(eqns, seeds)):
+    for part in reversed(partition(facts.program.eqns, seeds)):
         regions: list[Region] = []
         if isinstance(part, list):
             regions = _regions_of_island(facts, part, wanted, repeated, order)
-        elif part.effects or any(v in wanted for v in part.outvars):
+        elif part.effects or not wanted.keys().isdisjoint(part.outvars):
             regions = [region_of_equation(facts, part, rewritten.get(part), wanted)]
-        from_last += reversed(regions)
-        for region in regions:
+        for region in reversed(regions):
+            from_last.append(region)
             for v, dtype in region.reads.items():
                 wanted[v] = joined_dtype(facts, v, dtype, wanted.get(v, dtype))
     return tuple(reversed(from_last))
@@ -90,17 +88,19 @@ def _regions_of_island(
       order: the position of each equation in the program.
     """
     makers = made_by(island)
+    stored = {v: wanted[v] for v in makers if v in wanted}
     regions: list[Region] = []
-    for stores in _divided(facts, island, wanted):
-        needed = _needed(stores, ChainMap(makers, repeated))
+    for values in _divided(facts, island, stored):
+        usable = ChainMap(makers, repeated)
+        needed = {usable[v] for v in needed_for(values, usable) if v in usable}
         eqns = sorted(needed, key=order.__getitem__)
-        regions.append(region_of_island(facts, eqns, stores))
+        regions.append(region_of_island(facts, eqns, {v: stored[v] for v in values}))
         # The regions after this one read what it stores.
-        makers = {v: eqn for v, eqn in makers.items() if v not in stores}
+        makers = {v: eqn for v, eqn in makers.items() if v not in values}
     return regions
 
 
-def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
+def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     """The values that each region of an island stores, in the order of running.
 
     A sum in 16 bits that the island itself reads, as one of a residual stream, is
@@ -109,28 +109,15 @@ def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
     This saves memory and bytes in transformers. A recommender moves fewer bytes by it,
     but takes more memory, and Mamba moves more bytes.
     """
-    stores = {v: wanted[v] for v in made_by(island) if v in wanted}
     read_here = {v for eqn in island for v in variables(eqn.invars)}
-    alone: list[Dtypes] = []
-    together: dict[Var, Any] = {}
-    for v, dtype in stores.items():
-        if dtype == facts.dtypes[v] == facts.low and v in read_here:
-            alone.append({v: dtype})
-        else:
-            together[v] = dtype
-    return [*alone, together] if together else alone
-
-
-def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprEqn]:
-    """The equations that values depend on, among those of `makers`."""
-    needed: set[JaxprEqn] = set()
-    unread = list(values)
-    while unread:
-        eqn = makers.get(unread.pop())
-        if eqn is not None and eqn not in needed:
-            needed.add(eqn)
-            unread += variables(eqn.invars)
-    return needed
+    sums = [
+        v
+        for v, dtype in stored.items()
+        if dtype == facts.dtypes[v] == facts.low and v in read_here
+    ]
+    others = [v for v in stored if v not in sums]
+    alone = [[v] for v in sums]
+    return [*alone, others] if others else alone
 
 
 def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
@@ -148,9 +135,8 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
         # The gradient of rows of an embedding would be summed for each island.
         if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
-        read: set[Var] = set()
-        for v in variables(eqn.invars):
-            read |= sources.get(v, {v})
+        operands = variables(eqn.invars)
+        read = set().union(*[sources.get(v, {v}) for v in operands])
         if _bytes(facts, read) <= _bytes(facts, eqn.outvars):
             repeated |= dict.fromkeys(eqn.outvars, eqn)
             sources |= dict.fromkeys(eqn.outvars, read)

@@ -18,7 +18,6 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.products import (
     is_narrowed,
     is_rewritten,
@@ -28,7 +27,8 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Atom, size_of, variables
-from optax_lossscale._programs.walk import carried_by, result_programs
+from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
+from optax_lossscale._programs.work import is_cheap
 
 
 class Use(enum.Flag):
@@ -37,7 +37,7 @@ class Use(enum.Flag):
     MULTIPLIED = enum.auto()
     """A product depends on it, directly or through other values."""
     PAST = enum.auto()
-    """It is read past a product, or given a name, and has to be stored until then."""
+    """It is read past a product, or given a name: so it has to be stored."""
 
 
 NOTHING = Use(0)
@@ -88,15 +88,14 @@ def _use_of_operand(
     may_be_repeated = is_cheap(eqn) or its_traits & (Trait.MOVES | Trait.SENDS)
     use = NOTHING
     for result in eqn.outvars:
-        use |= after[result] & Use.MULTIPLIED
         if isinstance(v, Var) and depth[result] > depth[v]:
             use |= Use.PAST
         # Where the result is read past a product, the equation may be repeated, which
         # then reads the operand there. A larger operand, as that of a sum, is not
         # stored for that, nor rounded.
         is_larger = size_of(v.aval) > size_of(result.aval)
-        if may_be_repeated and not is_larger:
-            use |= after[result] & Use.PAST
+        is_stored = may_be_repeated and not is_larger
+        use |= after[result] & (STORED if is_stored else Use.MULTIPLIED)
     return use
 
 
@@ -139,8 +138,8 @@ def uses_inside(eqn: JaxprEqn, results: Uses) -> list[Use]:
       results: what is done with the results of its programs: see `results_inside`.
     """
     of_operands = [NOTHING] * len(eqn.invars)
-    for program, operands in result_programs(eqn):
+    for program in result_programs(eqn):
         after = uses(program, results)
-        for n, v in zip(operands, flat(program).ins, strict=True):
+        for n, v in enumerate(flat(program).ins, start=first_inside(eqn)):
             of_operands[n] |= after[v]
     return of_operands

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import as_program
-from optax_lossscale._autocast.products import usual_product
+from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.lines import is_of_optax
@@ -168,7 +168,7 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
     products = []
     narrow = []
     opaque = []
-    usual = usual_product().params["precision"]
+    usual = usual_precision()
     for equation in equations(jaxpr):
         eqn = equation.eqn
         floats = [n for n, v in enumerate(eqn.invars) if is_inexact(v)]

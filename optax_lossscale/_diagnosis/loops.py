@@ -17,7 +17,7 @@ import numpy as np
 from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._diagnosis.value import Value, noted_alone
 from optax_lossscale._programs.values import Array
-from optax_lossscale._programs.walk import carried_by, programs_with_operands
+from optax_lossscale._programs.walk import carried_by, first_inside
 
 RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
@@ -57,18 +57,17 @@ def while_loop(
 ) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
     condition, body = instruction.programs
-    (_, of_condition), (_, of_body) = programs_with_operands(instruction.eqn)
+    first = first_inside(instruction.eqn)
     start = carried_by(instruction.eqn).start
-    consts = ins[:start]
+    of_condition = ins[:first]
+    of_body = ins[first:start]
     carry = list(ins[start:])
     for n in itertools.count():
-        operands = [*consts, *carry]
-        (flags,) = run(condition, [operands[i] for i in of_condition], n)
+        (flags,) = run(condition, [*of_condition, *carry], n)
         goes_on = np.asarray(flags.pair.actual)
         if not goes_on.any():
             break
-        operands = [*consts, *_filled(goes_on, carry)]
-        results = run(body, [operands[i] for i in of_body], n)
+        results = run(body, [*of_body, *_filled(goes_on, carry)], n)
         carry = _where(goes_on, results, carry)
     return carry
 

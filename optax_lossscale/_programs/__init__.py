@@ -7,11 +7,11 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 - `operations.py`: the table of what is known of each operation.
 - `versions.py`: the attributes of programs that differ between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
-- `work.py`: which equations are products, and how much an equation computes.
-- `walk.py`: the programs in an equation, with the operands of each.
+- `walk.py`: the programs in an equation, and what values are computed from.
+- `cached.py`: results for a program, computed once.
+- `work.py`: which equations are products, which are cheap, and how much they compute.
 - `lines.py`: the line of the user's code that made an equation.
 - `flat.py`: a program without its short calls, or without any.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
 - `keys.py`: keys of equations that compute the same.
-- `cached.py`: results for a program, computed once.
 """

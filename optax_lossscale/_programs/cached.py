@@ -3,7 +3,8 @@
 JAX shares the jaxpr of a jitted function between all of its calls. If a function calls
 another twice, which calls a third twice, and so on, a program of few jaxprs makes
 exponentially many calls. A cached function computes its result once for each jaxpr, and
-not for each call. `flat` copies short programs for each call, `all_flat` every one.
+not for each call. It does not help where a flat program copies the inner one for each
+call: `flat` does so for short programs, `all_flat` for all.
 """
 
 import functools
@@ -17,10 +18,10 @@ Result = TypeVar("Result")
 def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     """Caches the results of a function of a program and other hashable arguments.
 
-    The result has to follow from the arguments, but for the current directory, from
-    which the user's lines are shortened: they are as at the first call. A result is
-    freed with its program. So it may refer to parts of the program, but not to the
-    program itself, which would then never be freed.
+    The function has to be pure. (The user's lines are not quite: they depend on the
+    current directory and the imported frameworks, and stay as at the first call.) A
+    result is freed with its program. So it may refer to parts of the program, but not
+    to the program itself, which would then never be freed.
     """
     results: weakref.WeakKeyDictionary[Any, dict[Hashable, Result]] = (
         weakref.WeakKeyDictionary()

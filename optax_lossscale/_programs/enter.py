@@ -1,8 +1,8 @@
 """Run an equation that holds programs, such as a `scan`, with others in their place.
 
 `enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
-`lax.switch` and so on anew, with a function in the place of each program that gives the
-equation's results. A function may give other dtypes than its program, as it does with
+`lax.switch` and so on anew, with a function in the place of each of its
+`result_programs`. A function may give other dtypes than its program, as it does with
 narrowed products. The functions of a `cond` have to give the same dtypes. A loop
 carries the dtypes of its operands, to which it casts what its function gives.
 """
@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
-from optax_lossscale._programs.walk import carried_by, programs_with_operands
+from optax_lossscale._programs.walk import carried_by, first_inside, programs_in
 
 Arrays = Sequence[Any]
 """Arrays, traced or not, in the order of a program's arguments or results."""
@@ -38,12 +38,6 @@ def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> lis
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
-def has_shardings(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `jit` with shardings for its arguments or results."""
-    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
-    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
-
-
 # --- one function for each kind of equation, which returns its results ---
 
 
@@ -54,8 +48,8 @@ def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     # Once differentiated, the equation recomputes a forward pass in a backward pass.
-    # JAX lowers it with a barrier, so that the compiler does not merge the two. It
-    # would lower a new `checkpoint` without.
+    # JAX lowers it with a barrier, so that the compiler does not merge the two. The new
+    # `checkpoint` is not marked as differentiated, so JAX would leave the barrier out.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
@@ -64,37 +58,35 @@ def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any
 
 def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     carried = carried_by(eqn)
-    n_carry = len(carried)
     consts = operands[: carried.start]
+    initial = list(operands[carried.start : carried.stop])
+    xs = list(operands[carried.stop :])
 
-    def body(carry, xs):
-        results = function([*consts, *carry, *xs])
+    def body(carry, x):
+        results = function([*consts, *carry, *x])
+        n_carry = len(carry)
         return astypes(results[:n_carry], dtypes_in(carry)), results[n_carry:]
 
-    carry = list(operands[carried.start : carried.stop])
-    xs = list(operands[carried.stop :])
-    params = {name: eqn.params[name] for name in ("reverse", "unroll")}
-    # `jax.export` may leave the length of arrays open, which is no number then.
+    # With `jax.export` the length may be symbolic, and `lax.scan` takes it from `xs`.
     length = None if xs else eqn.params["length"]
-    carry, ys = lax.scan(body, carry, xs, length, **params)
+    reverse = eqn.params["reverse"]
+    unroll = eqn.params["unroll"]
+    carry, ys = lax.scan(body, initial, xs, length, reverse, unroll)
     return [*carry, *ys]
 
 
 def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
-    (condition, of_condition), (_, of_body) = programs_with_operands(eqn)
+    condition, _ = programs_in(eqn)
     carried = carried_by(eqn)
-
-    def inputs(positions, carry):
-        """What a program takes in a round, by the positions of operands."""
-        now = [*operands[: carried.start], *carry]
-        return [now[n] for n in positions]
+    of_condition = operands[: first_inside(eqn)]
+    of_body = operands[first_inside(eqn) : carried.start]
 
     def goes_on(carry):
-        (flag,) = jaxpr_as_fun(condition)(*inputs(of_condition, carry))
+        (flag,) = jaxpr_as_fun(condition)(*of_condition, *carry)
         return flag
 
     def step(carry):
-        return astypes(function(inputs(of_body, carry)), dtypes_in(carry))
+        return astypes(function([*of_body, *carry]), dtypes_in(carry))
 
     return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 
@@ -104,7 +96,7 @@ def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, functions, operands)
-    # A branch for other platforms, such as one with a kernel, may not compile for this.
+    # `lax.switch` would compile all branches, also one with another platform's kernel.
     of_platforms: dict[str, Function] = {}
     for names, function in zip(platforms, functions, strict=True):
         of_platforms |= dict.fromkeys(names or ["default"], function)

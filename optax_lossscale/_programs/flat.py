@@ -12,12 +12,11 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.enter import has_shardings
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import has_shardings, programs_in
 
 _LONG = 100  # equations
 
@@ -31,21 +30,6 @@ class Flat(NamedTuple):
     outs: list[Any]  # the results: variables, and literals of one number
     consts: dict[Var, Any]  # the arrays that the program closes over
     names: Sequence[str]  # of the arguments, in the user's code; empty if unknown
-
-
-class _Call(NamedTuple):
-    """A call, as the equations of the program that it runs have to know it."""
-
-    scope: Any  # the stack of names around the program
-    caller: Any  # the traceback of the call; None around the whole program
-
-
-class _Body(NamedTuple):
-    """What a program adds to the flat one where it is called."""
-
-    eqns: list[JaxprEqn]
-    outs: list[Any]
-    consts: dict[Var, Any]
 
 
 @cached_by_program
@@ -64,70 +48,63 @@ def all_flat(program: Any) -> Flat:
     return _flattened(program, _called)
 
 
-def _flattened(program: Any, inlined: Callable[[JaxprEqn], Any]) -> Flat:
+def _flattened(program: Any, program_to_inline: Callable[[JaxprEqn], Any]) -> Flat:
     """Flattens a program.
 
-    `inlined` gives the program that replaces an equation; None for one that stays.
+    `program_to_inline` gives the program that replaces an equation; None for one that
+    stays.
     """
+    eqns: list[JaxprEqn] = []
+    consts: dict[Var, Any] = {}
+
+    def inline(program, operands, call):
+        """Adds the equations of a program; returns what stands for its results."""
+        jaxpr = open_jaxpr(program)
+        consts.update(zip(jaxpr.constvars, constants(program), strict=True))
+        stands_for = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(v):
+            if not isinstance(v, Literal):
+                return stands_for.get(v, v)
+            if shape_in(v) == ():
+                return v
+            # With `jax_use_simplified_jaxpr_constants`, literals may be arrays.
+            constant = Var(v.aval)
+            consts[constant] = v.val
+            return constant
+
+        for traced in jaxpr.eqns:
+            eqn = _at(call, traced).replace(invars=list(map(read, traced.invars)))
+            inner = program_to_inline(eqn)
+            if inner is None:
+                # New variables, as the program may be called again
+                results = [Var(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(outvars=results))
+            else:
+                results = inline(inner, eqn.invars, _call_by(eqn))
+            stands_for.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
     ins = open_jaxpr(program).invars
-    around = _Call(source_info_util.new_name_stack(), None)
-    body = _body(program, ins, around, inlined)
-    return Flat(body.eqns, ins, body.outs, body.consts, argument_names(program))
+    outs = inline(program, ins, source_info_util.new_source_info())
+    return Flat(eqns, ins, outs, consts, argument_names(program))
 
 
-def _body(
-    program: Any,
-    operands: Sequence[Any],
-    around: _Call,
-    inlined: Callable[[JaxprEqn], Any],
-) -> _Body:
-    """The body of a program that is called with these operands."""
-    jaxpr = open_jaxpr(program)
-    eqns = []
-    consts = dict(zip(jaxpr.constvars, constants(program), strict=True))
-    of_call = dict(zip(jaxpr.invars, operands, strict=True))
-
-    def stand_in(v):
-        """What stands for a value of this program in the flat one."""
-        if not isinstance(v, Literal):
-            return of_call.get(v, v)
-        if shape_in(v) == ():
-            return v
-        # With `jax_use_simplified_jaxpr_constants`, literals may be arrays.
-        constant = Var(v.aval)
-        consts[constant] = v.val
-        return constant
-
-    for eqn in jaxpr.eqns:
-        eqn = _at(around, eqn).replace(invars=list(map(stand_in, eqn.invars)))
-        called = inlined(eqn)
-        if called is None:
-            # New variables, as the program may be called again
-            results = [Var(v.aval) for v in eqn.outvars]
-            eqns.append(eqn.replace(outvars=results))
-        else:
-            body = _body(called, eqn.invars, _call_by(eqn), inlined)
-            eqns += body.eqns
-            consts |= body.consts
-            results = body.outs
-        of_call |= zip(eqn.outvars, results, strict=True)
-    return _Body(eqns, list(map(stand_in, jaxpr.outvars)), consts)
-
-
-def _call_by(eqn: JaxprEqn) -> _Call:
-    """The call that an equation makes, with the name of the function that it calls."""
-    names = eqn.source_info.name_stack
-    if "name" in eqn.params:
-        names = names.extend(f"jit({eqn.params['name']})")
-    return _Call(names, eqn.source_info.traceback)
-
-
-def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
-    """An equation with the names around it, and the caller's line if it has none."""
+def _call_by(eqn: JaxprEqn) -> Any:
+    """The source of a call, with the name of the function that it calls."""
     source = eqn.source_info
-    source = source.replace(name_stack=around.scope + source.name_stack)
-    if around.caller is not None and not users_line(eqn):
-        source = source.replace(traceback=around.caller)
+    if "name" not in eqn.params:
+        return source
+    name = f"jit({eqn.params['name']})"
+    return source.replace(name_stack=source.name_stack.extend(name))
+
+
+def _at(call: Any, eqn: JaxprEqn) -> JaxprEqn:
+    """An equation in the scopes of the call, and at its line if it has none."""
+    source = eqn.source_info
+    source = source.replace(name_stack=call.name_stack + source.name_stack)
+    if call.traceback is not None and not users_line(eqn):
+        source = source.replace(traceback=call.traceback)
     return eqn.replace(source_info=source)
 
 
@@ -137,7 +114,7 @@ def _called(eqn: JaxprEqn) -> Any:
 
 
 def _short_jit(eqn: JaxprEqn) -> Any:
-    """The program that a `jit` calls, if it is short; else None.
+    """The program of an equation that only calls it, as a `jit`, if short; else None.
 
     A function that calls another twice, which calls a third twice, and so on, would
     double in length at each level. So a long program stays a call.

@@ -24,7 +24,8 @@ _FRAMEWORKS = (
 def users_line(eqn: JaxprEqn) -> str:
     """The innermost line of the user's that led to an equation; "" if none did.
 
-    It looks like `model.py:12 (f)`. What a framework traced once and cached has none.
+    It looks like `model.py:12 (f)`. An equation that JAX cached while a framework
+    traced it has none.
     """
     folders = tuple(filter(None, map(_folder, _FRAMEWORKS)))
     users = [call for call in _calls(eqn) if not call.startswith(folders)]

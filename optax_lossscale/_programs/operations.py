@@ -7,168 +7,135 @@ pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where
 operand has 16 bits. An operation without a row has the row `UNKNOWN`.
 """
 
-import enum
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from enum import Flag, auto
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.versions import name_of
 
 
-class Trait(enum.Flag):
+class Trait(Flag):
     """The traits of operations, of which one operation may have several.
 
-    Six of them are for operations that return numbers of their operands. `autocast`
-    runs such an operation in the dtypes in which its operands are stored, which may be
-    of 16 bits, or in those in which it was traced. An example of each:
+    `autocast` runs operations that are `MOVES` or `SENDS` in the dtypes in which their
+    operands are stored, which may be of 16 bits, and others, but for products, in those
+    in which they were traced. It matters for operations that return numbers of their
+    operands, by what their derivative is. An example of each:
 
-    ========  ==================  =========  ==========================
-    trait     example             runs       its derivative
-    ========  ==================  =========  ==========================
-    MOVES     `reshape`           as stored  moves numbers back
-    SELECTS   `slice`             as stored  puts zeros around numbers
-    SPREADS   `all_gather`        as stored  sums over devices
-    PLACES    `broadcast_in_dim`  as traced  sums what was repeated
-    GATHERS   `gather`            as traced  sums what was read twice
-    CHOOSES   `clamp`             as traced  sums, for a bound of all
-    ========  ==================  =========  ==========================
+    ========  ==================  ====================================
+    trait     example             its derivative
+    ========  ==================  ====================================
+    MOVES     `reshape`           moves numbers back
+    SELECTS   `slice`             puts zeros around numbers
+    SPREADS   `all_gather`        sums over devices
+    PLACES    `broadcast_in_dim`  sums what was repeated
+    GATHERS   `gather`            sums what was read twice
+    CHOOSES   `clamp`             sums, where one bound serves all
+    ========  ==================  ====================================
     """
 
-    MOVES = enum.auto()
-    """Only moves or reshapes numbers: runs in the dtype in which they are stored."""
-    SELECTS = enum.auto()
-    """Its results are parts of an operand, and so may lack its largest numbers."""
-    PLACES = enum.auto()
-    """Moves numbers as well, but runs in the dtypes in which it was traced.
-
-    Either its derivative may be a sum, or it is a cast.
-    """
-    SENDS = enum.auto()
-    """Communicates between devices, for which the number of bytes counts."""
-    SPREADS = enum.auto()
-    """Gives an array to many devices, or lets it differ between them.
-
-    Its derivative is a sum over these devices.
-    """
-    VARIES = enum.auto()
-    """Exists only where JAX tracks along which mesh axes each array differs.
-
-    One that is `ADDS_MANY` sums over these axes, and any other returns its operand.
-    """
-    CHOOSES = enum.auto()
-    """Its results are numbers of its operands, perhaps negated.
-
-    It runs in float32 nevertheless, as its derivative may be a sum.
-    """
-    FILLS = enum.auto()
-    """Puts numbers of one operand between those of another, as a mask does."""
-    PADS = enum.auto()
-    """Puts numbers around those of its operand, and perhaps between them."""
-    GATHERS = enum.auto()
-    """Looks up parts of its first operand by index, as an embedding does."""
-    NAMES = enum.auto()
-    """Gives its operand a name, by which a policy of `jax.checkpoint` may keep it."""
-    CASTS = enum.auto()
-    """Converts its operand to the dtype of its result."""
-    ADDS_TWO = enum.auto()
-    """Adds or subtracts two operands, number by number."""
-    ADDS_MANY = enum.auto()
-    """Sums many terms: in 16 bits the last ones are lost once the sum is large.
-
-    A sum over devices has one term for each device. Those are few, so it may run in 16
-    bits nevertheless.
-    """
-    REDUCES = enum.auto()
-    """Makes one number of those along its `axes`."""
-    MULTIPLIES = enum.auto()
-    """Multiplies two operands, number by number."""
-    DIVIDES = enum.auto()
-    """Divides two operands, number by number."""
-    NEAR = enum.auto()
-    """Its results have about the range of its operands."""
-    SATURATES = enum.auto()
-    """Approaches a limit for large numbers, at least for those of one sign."""
-    EXPONENTIAL = enum.auto()
-    """Its results leave the range of its operands: exponentials, logarithms, powers."""
-    PRODUCT = enum.auto()
-    """A matrix product or a convolution."""
-    OUTER = enum.auto()
-    """A product that, where it sums nothing, is a multiplication with broadcasting."""
-    OF_BITS = enum.auto()
-    """Reads or makes the bits of a number, which are those of its own dtype."""
-    OPAQUE = enum.auto()
-    """Runs code that no jaxpr shows, or does work that shapes do not determine."""
-    EFFECTFUL = enum.auto()
-    """Does more than compute its results, so that it must not run twice."""
-    CALLS = enum.auto()
-    """Runs the one program that it holds, once, from its operands to its results."""
-    INLINED = enum.auto()
-    """Only calls the program that it holds."""
-    CHECKPOINTS = enum.auto()
-    """Says itself which residuals of its program are kept, as `jax.checkpoint` does."""
-    SCANS = enum.auto()
-    """Runs its program once for each row of its operands, and carries a state along."""
-    WHILE = enum.auto()
-    """Runs its body, a program, as long as its condition, another program, holds."""
-    BRANCHES = enum.auto()
-    """Runs one of its programs, which an index chooses."""
-    MAPS = enum.auto()
-    """Runs its program on each device of a mesh."""
-    JVP = enum.auto()
-    """Holds a program whose derivative is a rule of the user's own."""
-    VJP = enum.auto()
-    """Holds a program whose pullback is a rule of the user's own.
-
-    It runs once, where it is, and is never `CHEAP`: a rule that is not linear, as one
-    that clips, has to see the whole cotangent.
-    """
-    CHEAP = enum.auto()
-    """Takes one pass over its operands at most, and mostly none of its own.
-
-    Compilers fuse most of these operations with those that read the results, so a
-    backward pass may recompute the results instead of keeping them.
-    """
-
-
-Terms = Literal[
-    "axes",
-    "axis",
-    "contracted",
-    "dimensions",
-    "kernel",
-    "last",
-    "updates",
-    "window_dimensions",
-]
-"""Where `terms_of` in `_programs.work` reads how many terms an equation sums.
-
-Some are names of the equation's parameters; each other word is a case of its own.
-"""
-
-Formula = Literal[
-    "bound",
-    "choice",
-    "inverse root",
-    "minus",
-    "over",
-    "raised",
-    "root",
-    "squared",
-    "sum",
-    "times",
-]
-"""What an operation is in the formula of a norm, as `_autocast.normalized` reads it."""
+    # Only moves or reshapes numbers: runs in the dtype in which they are stored.
+    MOVES = auto()
+    # Its results are parts of an operand, and so may lack its largest numbers.
+    SELECTS = auto()
+    # Moves numbers as well, but runs in the dtypes in which it was traced. Either its
+    # derivative may be a sum, or it is a cast.
+    PLACES = auto()
+    # Communicates between devices, for which the number of bytes counts.
+    SENDS = auto()
+    # Gives an array to many devices, or lets it differ between them. Its derivative is
+    # a sum over these devices.
+    SPREADS = auto()
+    # Exists only where JAX tracks along which mesh axes each array differs. One that is
+    # `ADDS_MANY` sums over these axes, and any other returns its operand.
+    VARIES = auto()
+    # Its results are numbers of its operands, perhaps negated, or cast. It runs in the
+    # dtype in which it was traced nevertheless, as its derivative may be a sum.
+    CHOOSES = auto()
+    # Puts numbers of one operand between those of another, as a mask does.
+    FILLS = auto()
+    # Looks up parts of its first operand by index, as an embedding does.
+    GATHERS = auto()
+    # Gives its operand a name, by which a policy of `jax.checkpoint` may keep it.
+    NAMES = auto()
+    # Converts its operand to the dtype of its result.
+    CASTS = auto()
+    # Adds or subtracts two operands, number by number.
+    ADDS_TWO = auto()
+    # Sums many terms: in 16 bits the last ones are lost once the sum is large. A sum
+    # over devices has one term for each device. Those are few, so it may run in 16 bits
+    # nevertheless.
+    ADDS_MANY = auto()
+    # Makes one number of those along its `axes`.
+    REDUCES = auto()
+    # Multiplies two operands, number by number.
+    MULTIPLIES = auto()
+    # Divides two operands, number by number.
+    DIVIDES = auto()
+    # Its results have about the range of its operands.
+    NEAR = auto()
+    # Approaches a limit for large numbers, at least for those of one sign.
+    SATURATES = auto()
+    # Its results leave the range of its operands: exponentials, logarithms, powers.
+    EXPONENTIAL = auto()
+    # A matrix product or a convolution.
+    PRODUCT = auto()
+    # A product that, where it sums nothing, is a multiplication with broadcasting.
+    OUTER = auto()
+    # Reads or makes a number's bits, so that it gives others in another dtype.
+    OF_BITS = auto()
+    # Runs code that no jaxpr shows, or does work that shapes do not determine.
+    OPAQUE = auto()
+    # Does more than compute its results, so that it must not run twice.
+    EFFECTFUL = auto()
+    # Runs the one program that it holds, once, from its operands to its results.
+    CALLS = auto()
+    # Only calls the program that it holds.
+    INLINED = auto()
+    # Says itself which residuals of its program are kept, as `jax.checkpoint` does.
+    CHECKPOINTS = auto()
+    # Runs its program once for each row of its operands, and carries a state along.
+    SCANS = auto()
+    # Runs its body, a program, as long as its condition, another program, holds.
+    WHILE = auto()
+    # Runs one of its programs, which an index chooses.
+    BRANCHES = auto()
+    # Runs its program on each device of a mesh.
+    MAPS = auto()
+    # Holds a program whose derivative is a rule of the user's own.
+    JVP = auto()
+    # Holds a program whose pullback is a rule of the user's own. It runs once, where it
+    # is, and is never `CHEAP`: a rule that is not linear, as one that clips, has to see
+    # the whole cotangent.
+    VJP = auto()
+    # Takes one pass over its operands at most, and mostly none of its own. Compilers
+    # fuse most of these operations with those that read the results, so a backward pass
+    # may recompute the results instead of keeping them.
+    CHEAP = auto()
 
 
 class Row(NamedTuple):
     """What is known of an operation."""
 
     traits: Trait = Trait(0)
-    terms: Terms | None = None  # for one that sums
-    formula: Formula | None = None  # for one that a norm may be made of
+    # For one that sums: where `terms_of` in `_programs.work` reads how many terms. Some
+    # are names of parameters; each other word is a case of its own.
+    terms: str | None = None
+    # What it is in the formula of a norm, as `_autocast.normalized` reads it
+    formula: str | None = None
     # The parameters with the programs that it runs, in the order of running; None means
     # every parameter that holds one
-    programs: tuple[str, ...] | None = ()
+    programs: Sequence[str] | None = ()
+
+
+def _row(words: str = "", programs: str = "", **cells: str) -> Row:
+    """A row with the traits of these names, and with programs in these parameters."""
+    traits = Trait(0)
+    for word in words.split():
+        traits |= Trait[word]
+    return Row(traits, programs=tuple(programs.split()), **cells)
 
 
 UNKNOWN = Row(programs=None)
@@ -180,75 +147,69 @@ its parameters, and `dtype_report` lists it among what it cannot look into.
 """
 
 # By the names of primitives, as jaxprs show them: `ragged_dot` is `ragged_dot_general`
-# here. Operations of which the same is known share a row.
+# here. Operations of which the same is known share a row; a test sees to it that none
+# has two.
 _ROWS = {
-    # Returns its operands' numbers elsewhere
-    "copy reshape rev squeeze stop_gradient transpose": Row(Trait.MOVES | Trait.CHEAP),
-    "dynamic_slice slice split unstack": Row(Trait.MOVES | Trait.CHEAP | Trait.SELECTS),
-    "name": Row(Trait.MOVES | Trait.NAMES),
-    "optimization_barrier": Row(Trait.MOVES),
-    "reshard sharding_constraint": Row(Trait.MOVES | Trait.SENDS),
-    # Goes from device to device
-    "all_gather all_gather_reduced": Row(Trait.SENDS | Trait.SPREADS),
-    "all_gather_invariant all_to_all pmax pmin ppermute": Row(Trait.SENDS),
-    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": Row(
-        Trait.SENDS | Trait.ADDS_MANY
+    # Moves numbers
+    "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),
+    "dynamic_slice slice split unstack": _row("MOVES CHEAP SELECTS"),
+    "name": _row("MOVES NAMES"),
+    "optimization_barrier": _row("MOVES"),
+    "reshard sharding_constraint": _row("MOVES SENDS"),
+    # Communicates between devices
+    "all_gather all_gather_reduced": _row("SENDS SPREADS"),
+    "all_gather_invariant all_to_all pmax pmin ppermute": _row("SENDS"),
+    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": _row(
+        "SENDS ADDS_MANY"
     ),
-    "psum_invariant": Row(Trait.SENDS | Trait.ADDS_MANY | Trait.VARIES),
-    # Returns some of its operands' numbers
+    "psum_invariant": _row("SENDS ADDS_MANY VARIES"),
+    # Returns numbers of its operands
     (
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
-    ): Row(Trait.CHOOSES | Trait.CHEAP),
-    "broadcast_in_dim concatenate stack tile": Row(
-        Trait.PLACES | Trait.CHOOSES | Trait.CHEAP
-    ),
-    "convert_element_type": Row(
-        Trait.PLACES | Trait.CHOOSES | Trait.CASTS | Trait.CHEAP
-    ),
-    "cummax cummin sort top_k": Row(Trait.CHOOSES),
-    "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.GATHERS | Trait.CHEAP),
-    "max": Row(Trait.CHOOSES | Trait.CHEAP, formula="bound"),
-    "pad": Row(Trait.PLACES | Trait.CHOOSES | Trait.CHEAP | Trait.FILLS | Trait.PADS),
-    "pvary": Row(Trait.SPREADS | Trait.CHOOSES | Trait.CHEAP | Trait.VARIES),
-    "reduce_max reduce_min": Row(Trait.CHOOSES | Trait.CHEAP | Trait.REDUCES),
-    "select_n": Row(Trait.CHOOSES | Trait.CHEAP | Trait.FILLS, formula="choice"),
+    ): _row("CHOOSES CHEAP"),
+    "broadcast_in_dim concatenate stack tile": _row("PLACES CHOOSES CHEAP"),
+    "convert_element_type": _row("PLACES CHOOSES CASTS CHEAP"),
+    "cummax cummin sort top_k": _row("CHOOSES"),
+    "gather": _row("PLACES CHOOSES GATHERS CHEAP"),
+    "max": _row("CHOOSES CHEAP", formula="at least"),
+    "pad": _row("PLACES CHOOSES CHEAP FILLS"),
+    "pvary": _row("SPREADS CHOOSES CHEAP VARIES"),
+    "reduce_max reduce_min": _row("CHOOSES CHEAP REDUCES"),
+    "select_n": _row("CHOOSES CHEAP FILLS", formula="choice"),
     # Sums
-    "add": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="bound"),
-    "add_any": Row(Trait.ADDS_TWO | Trait.CHEAP),
-    "cumsum": Row(Trait.ADDS_MANY, terms="axis"),
-    "reduce": Row(Trait.ADDS_MANY, terms="dimensions"),
-    "reduce_sum": Row(
-        Trait.ADDS_MANY | Trait.CHEAP | Trait.REDUCES, terms="axes", formula="sum"
+    "add": _row("ADDS_TWO CHEAP", formula="at least"),
+    "add_any": _row("ADDS_TWO CHEAP"),
+    "cumsum": _row("ADDS_MANY", terms="axis"),
+    "reduce": _row("ADDS_MANY", terms="dimensions"),
+    "reduce_sum": _row("ADDS_MANY CHEAP REDUCES", terms="axes", formula="sum"),
+    "reduce_window reduce_window_sum select_and_scatter_add": _row(
+        "ADDS_MANY", terms="window_dimensions"
     ),
-    "reduce_window reduce_window_sum select_and_scatter_add": Row(
-        Trait.ADDS_MANY, terms="window_dimensions"
-    ),
-    "scatter-add scatter-sub": Row(Trait.ADDS_MANY | Trait.CHEAP, terms="updates"),
-    "sub": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="minus"),
+    "scatter-add scatter-sub": _row("ADDS_MANY CHEAP", terms="updates"),
+    "sub": _row("ADDS_TWO CHEAP", formula="minus"),
     # Has about the range of its operands
-    "ceil floor round sign": Row(Trait.NEAR | Trait.CHEAP),
-    "div": Row(Trait.DIVIDES | Trait.NEAR | Trait.CHEAP, formula="over"),
-    "erf logistic tanh": Row(Trait.NEAR | Trait.SATURATES | Trait.CHEAP),
-    "mul": Row(Trait.MULTIPLIES | Trait.NEAR | Trait.CHEAP, formula="times"),
-    # Leaves, or bounds, their range
-    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": Row(
-        Trait.EXPONENTIAL | Trait.CHEAP
+    "ceil floor round sign": _row("NEAR CHEAP"),
+    "div": _row("DIVIDES NEAR CHEAP", formula="over"),
+    "erf logistic tanh": _row("NEAR SATURATES CHEAP"),
+    "mul": _row("MULTIPLIES NEAR CHEAP", formula="times"),
+    # Has another range than its operands
+    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": _row(
+        "EXPONENTIAL CHEAP"
     ),
-    "cumlogsumexp cumprod lgamma": Row(Trait.EXPONENTIAL),
-    "erfc": Row(Trait.SATURATES | Trait.CHEAP),
-    "integer_pow": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="raised"),
-    "square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
-    "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
+    "cumlogsumexp cumprod lgamma": _row("EXPONENTIAL"),
+    "erfc": _row("SATURATES CHEAP"),
+    "integer_pow square": _row("EXPONENTIAL CHEAP", formula="squared"),
+    "reduce_prod": _row("EXPONENTIAL CHEAP REDUCES"),
     # Products
-    "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
+    "conv_general_dilated": _row("PRODUCT", terms="kernel"),
     # An outer or an inner product takes one pass over its operands. Any other
     # `dot_general` is found by `is_product`, and `is_cheap` leaves it out.
-    "dot_general": Row(Trait.PRODUCT | Trait.OUTER | Trait.CHEAP, terms="contracted"),
-    "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
-    "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
+    "dot_general": _row("PRODUCT OUTER CHEAP", terms="contracted"),
+    "ragged_dot_general scaled_dot": _row("PRODUCT", terms="contracted"),
+    "scaled_matmul_wrapper": _row("PRODUCT", terms="last"),
     # Bits
-    "bitcast_convert_type nextafter random_gamma rng_uniform": Row(Trait.OF_BITS),
+    "bitcast_convert_type nextafter random_gamma rng_uniform": _row("OF_BITS"),
     # What no jaxpr shows
     (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general "
@@ -258,40 +219,36 @@ _ROWS = {
         "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper "
         "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
         "tpu_custom_call triton_kernel_call"
-    ): Row(Trait.OPAQUE),
-    "io_callback": Row(Trait.OPAQUE | Trait.EFFECTFUL),
+    ): _row("OPAQUE"),
+    "io_callback": _row("OPAQUE EFFECTFUL"),
     # Runs code that returns nothing
-    "debug_callback debug_print inspect_sharding": Row(Trait.EFFECTFUL),
+    "debug_callback debug_print inspect_sharding": _row("EFFECTFUL"),
     # Holds programs
-    "closed_call eval_jaxpr": Row(
-        Trait.INLINED | Trait.CALLS, programs=("jaxpr", "call_jaxpr")
-    ),
-    "composite xla_metadata_call": Row(Trait.CALLS, programs=("jaxpr",)),
-    "cond": Row(Trait.BRANCHES, programs=("branches",)),
-    "custom_jvp_call": Row(
-        Trait.JVP | Trait.CHEAP | Trait.CALLS, programs=("call_jaxpr",)
-    ),
-    "custom_linear_solve": Row(programs=("jaxprs.solve",)),
-    "custom_partitioning": Row(programs=("call",)),
-    "custom_vjp_call": Row(Trait.VJP | Trait.CALLS, programs=("call_jaxpr",)),
-    "custom_vmap_call": Row(Trait.CALLS, programs=("call",)),
-    "CustomRoot": Row(programs=("solve_jaxpr",)),
-    "jit": Row(Trait.INLINED | Trait.CHEAP | Trait.CALLS, programs=("jaxpr",)),
-    "linear_call": Row(programs=("callee",)),
-    "remat_opt": Row(Trait.INLINED | Trait.CALLS, programs=("fwd_jaxpr",)),
-    "remat2": Row(Trait.CHECKPOINTS | Trait.CALLS, programs=("jaxpr",)),
-    "run_state": Row(programs=("jaxpr",)),
-    "scan": Row(Trait.SCANS, programs=("jaxpr",)),
-    "shard_map": Row(Trait.MAPS, programs=("jaxpr",)),
-    "while": Row(Trait.WHILE, programs=("cond_jaxpr", "body_jaxpr")),
+    "closed_call eval_jaxpr": _row("INLINED CALLS", programs="jaxpr call_jaxpr"),
+    "composite xla_metadata_call": _row("CALLS", programs="jaxpr"),
+    "cond": _row("BRANCHES", programs="branches"),
+    "custom_jvp_call": _row("JVP CHEAP CALLS", programs="call_jaxpr"),
+    "custom_linear_solve": _row(programs="jaxprs.solve"),
+    "custom_partitioning": _row(programs="call"),
+    "custom_vjp_call": _row("VJP CALLS", programs="call_jaxpr"),
+    "custom_vmap_call": _row("CALLS", programs="call"),
+    "CustomRoot": _row(programs="solve_jaxpr"),
+    "jit": _row("INLINED CHEAP CALLS", programs="jaxpr"),
+    "linear_call": _row(programs="callee"),
+    "remat_opt": _row("INLINED CALLS", programs="fwd_jaxpr"),
+    "remat2": _row("CHECKPOINTS CALLS", programs="jaxpr"),
+    "run_state": _row(programs="jaxpr"),
+    "scan": _row("SCANS", programs="jaxpr"),
+    "shard_map": _row("MAPS", programs="jaxpr"),
+    "while": _row("WHILE", programs="cond_jaxpr body_jaxpr"),
     # Cheap, of any range
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
         "ge gt iota is_finite le lt ne not one_minus_square or polynomial "
         "reduce_and reduce_or rem sin tan xor"
-    ): Row(Trait.CHEAP),
-    "rsqrt": Row(Trait.CHEAP, formula="inverse root"),
-    "sqrt": Row(Trait.CHEAP, formula="root"),
+    ): _row("CHEAP"),
+    "rsqrt": _row("CHEAP", formula="inverse root"),
+    "sqrt": _row("CHEAP", formula="root"),
     # Treated like an unknown operation, but known to run no program
     (
         "accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract "
@@ -310,7 +267,7 @@ _ROWS = {
         "shift_right_arithmetic shift_right_logical svd swap symmetric_product "
         "threefry2x32 tie to_edtype triangular_solve tridiagonal tridiagonal_solve "
         "with_memory_space_constraint zeros_like zeta"
-    ): Row(),
+    ): _row(),
 }
 
 TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}

@@ -7,7 +7,7 @@ literal of a jaxpr.
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ Atom = Var | Literal
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
-HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
+HALVES = frozenset(map(jnp.dtype, ("float16", "bfloat16")))
 
 
 def dtype_in(x: Any) -> Any:
@@ -82,9 +82,9 @@ def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [astype(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
-def dtypes_in(variables: Sequence[Any]) -> list[Any]:
-    """The dtype of each variable, in which it was traced."""
-    return list(map(dtype_in, variables))
+def dtypes_in(values: Sequence[Any]) -> list[Any]:
+    """The dtype of each value, as `dtype_in` gives it."""
+    return list(map(dtype_in, values))
 
 
 def lengths_of(array: Any) -> list[int]:
@@ -100,8 +100,8 @@ def shape_in(v: Any) -> tuple[int, ...]:
     return v.aval.shape
 
 
-def variables(values: Sequence[Any]) -> list[Var]:
-    """The variables among the operands or results of an equation, without literals."""
+def variables(values: Iterable[Any]) -> list[Var]:
+    """The variables among values such as operands, without literals."""
     return [v for v in values if isinstance(v, Var)]
 
 

@@ -1,7 +1,7 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
 JAX's jaxprs are internal, and change from release to release. Attributes that differ
-are read in this file; `since jax` and `before jax` mark the cases. An operation that
+are read in this file; `since jax` and `before jax` mark most cases. An operation that
 only some releases have is in the table of `operations.py` like any other. A function
 with an argument `jaxpr` takes an open one (`jax.extend.core.Jaxpr`), or a closed one,
 which has the values of its constants: equations hold either.
@@ -36,7 +36,7 @@ def is_ref(v: Any) -> bool:
 def argument_names(jaxpr: Any) -> Sequence[str]:
     """The names of a jaxpr's arguments in the traced function; empty if unknown."""
     names = open_jaxpr(jaxpr).debug_info.arg_names or ()
-    # They differ where JAX has turned constants into arguments.
+    # The lengths differ where JAX has turned constants into arguments.
     if len(names) != len(open_jaxpr(jaxpr).invars):
         return ()
     return tuple(name or "" for name in names)

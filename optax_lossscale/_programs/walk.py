@@ -1,18 +1,20 @@
-"""The programs that an equation holds, with the operands that they take.
+"""The programs that an equation holds, and what values are computed from.
 
-`programs_in` gives the programs that an equation holds, `programs_with_operands` also the
-operands of each by their positions, and `carried_by` the positions of a loop's carry.
-For a `scan` with 2 constants, 1 carry and 1 array to scan over, `programs_with_operands` gives
-`[(body, range(0, 4))]`, and `carried_by` `range(2, 3)`.
+`programs_in` gives the programs that an equation holds, and `result_programs` those
+that give its results. These take the operands of the equation from `first_inside` on.
+`carried_by` gives the positions of a loop's carry. For a `scan` with 2 constants, 1
+carry and 1 array to scan over, `result_programs` gives `[body]`, `first_inside` 0, and
+`carried_by` `range(2, 3)`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._programs.operations import Trait, row_of, traits
+from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import (
     is_program,
     open_jaxpr,
@@ -33,32 +35,23 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
     return [leaf for leaf in leaves if is_program(leaf)]
 
 
-def programs_with_operands(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
-    """The programs in an equation that is entered, each with its operands.
+def result_programs(eqn: JaxprEqn) -> list[Any]:
+    """The programs whose results are those of the equation, which is entered.
 
-    The operands are given by their positions among those of the equation.
+    They are all of its programs but for the condition of a `while`.
     """
-    # A program takes the last operands: all of them, but for the index of a `cond` and
-    # the constants of a loop's condition.
-    end = len(eqn.invars)
-    entered: list[tuple[Any, Sequence[int]]] = [
-        (program, range(end - len(open_jaxpr(program).invars), end))
-        for program in programs_in(eqn)
-    ]
-    if Trait.WHILE in traits(eqn):  # its condition lacks the constants of its body
-        condition, _ = entered[0]
-        of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
-        entered[0] = (condition, of_condition)
-    return entered
+    programs = programs_in(eqn)
+    return programs[1:] if Trait.WHILE in traits(eqn) else programs
 
 
-def result_programs(eqn: JaxprEqn) -> list[tuple[Any, Sequence[int]]]:
-    """The programs whose results are those of the equation, each with its operands.
+def first_inside(eqn: JaxprEqn) -> int:
+    """The position of the first operand that each of the `result_programs` takes.
 
-    They are all that `programs_with_operands` gives but for the condition of a `while`.
+    It takes all operands after this one, too. Before it are the index of a `cond` and
+    the constants of a loop's condition.
     """
-    entered = programs_with_operands(eqn)
-    return entered[1:] if Trait.WHILE in traits(eqn) else entered
+    program = result_programs(eqn)[0]
+    return len(eqn.invars) - len(open_jaxpr(program).invars)
 
 
 def carried_by(eqn: JaxprEqn) -> range:
@@ -70,6 +63,29 @@ def carried_by(eqn: JaxprEqn) -> range:
         n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         return range(n_consts, len(eqn.invars))
     return range(0)
+
+
+def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
+    """The equation that makes each result of some equations, in order."""
+    return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
+def needed_for(values: Iterable[Any], makers: Mapping[Var, JaxprEqn]) -> set[Var]:
+    """The variables from which values are computed by these equations, and they."""
+    needed: set[Var] = set()
+    unread = variables(values)
+    while unread:
+        v = unread.pop()
+        if v in makers and v not in needed:
+            unread += variables(makers[v].invars)
+        needed.add(v)
+    return needed
+
+
+def has_shardings(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jit` with shardings for its arguments or results."""
+    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
+    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:

@@ -1,20 +1,25 @@
-"""Products and sums: which equations are products, and how much they compute.
+"""What equations compute: which are products, which are cheap, and how much it is.
 
 A *product* in this package is a matrix product or a convolution that sums; an inner
-product to single numbers is none, and neither is an outer product, which sums nothing.
+product, which gives single numbers, is none, and neither is an outer product, which
+sums nothing.
 A product of matrices of shapes (8, 4) and (4, 2) gives 16 numbers of 4 terms each. The
 cell `terms` in the row of the operation says how its terms are counted.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import lengths_of, shape_in
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 
 
 def is_product(eqn: JaxprEqn) -> bool:
@@ -31,6 +36,23 @@ def is_product(eqn: JaxprEqn) -> bool:
     # An inner product has no axis that is neither summed nor of the batch.
     n_summed = len(contracted) + len(batch)
     return any(len(shape_in(v)) > n_summed for v in eqn.invars)
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes so little time that it may be computed more than once.
+
+    Its operation has to be `CHEAP`. A product is not cheap, and neither is an equation
+    with effects, which has to run once. For an equation that holds programs, all
+    equations in the programs have to be cheap.
+    """
+    if eqn.effects or is_product(eqn) or Trait.CHEAP not in traits(eqn):
+        return False
+    return all(map(_are_all_cheap, programs_in(eqn)))
+
+
+@cached_by_program
+def _are_all_cheap(program: Any) -> bool:
+    return all(map(is_cheap, open_jaxpr(program).eqns))
 
 
 def multiplies_once(eqn: JaxprEqn) -> bool:
@@ -59,7 +81,8 @@ def results_of(eqn: JaxprEqn) -> int:
     # often as one product.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs. Their terms are left out.
+    # A transposed convolution puts zeros between its inputs. Their terms are
+    # left out, as if there were fewer results.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 

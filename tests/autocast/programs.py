@@ -84,7 +84,7 @@ def evaluated(program, compute):
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
             if is_entered(eqn):
-                inner = [evaluated(p, compute) for p, _ in result_programs(eqn)]
+                inner = [evaluated(p, compute) for p in result_programs(eqn)]
                 has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
                 outs = inner[0](ins) if has_rule else enter(eqn, ins, inner)
             else:

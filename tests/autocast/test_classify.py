@@ -106,6 +106,8 @@ OTHERS = [
     lambda h: h * jax.lax.rsqrt(jnp.where(h > 0, jnp.mean(h**2), 0.0) + 1e-12),
     lambda h: h / jnp.where(h > 0, jnp.linalg.norm(h), 1e-9),
     lambda h: h / (jnp.linalg.norm(h) - 1.0),
+    lambda h: h / (2.0 / jnp.linalg.norm(h)),
+    lambda h: ((0.0 - h) - jnp.mean(h)) / jnp.std(h),
     lambda h: (h - 1.0) / jnp.linalg.norm(h),
     lambda h: h / (jnp.linalg.norm(h) + -1.0),
     lambda h: h / jnp.linalg.norm(h * 1e-7),

@@ -430,6 +430,15 @@ def test_it_warns_where_the_default_precision_keeps_all(precision):
         jax.jit(ols.autocast(layer))(P, X)
 
 
+def test_it_does_not_warn_at_a_default_precision_of_which_no_product_is_left():
+    with jax.default_matmul_precision("highest"):
+        asked = ols.autocast(
+            lambda w, x: lax.dot(x, w, precision=lax.Precision.DEFAULT)
+        )
+        assert products(asked, P["w"], X) == {"float16": 1}
+        ols.autocast(lambda w, x: jnp.exp(x) + w[0])(P["w"], X)
+
+
 def test_it_does_not_warn_where_products_asked_or_there_are_none():
     ols.autocast(lambda x: jnp.dot(x, x, precision="highest"))(P["w"])
     ols.autocast(jnp.exp)(P["w"])

@@ -10,8 +10,8 @@ import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
-from optax_lossscale._autocast.region import made_by
 from optax_lossscale._programs.versions import name_of
+from optax_lossscale._programs.walk import made_by
 
 W = normal(0, 8, 8)
 X = normal(1, 4, 8)
