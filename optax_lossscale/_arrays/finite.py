@@ -50,8 +50,9 @@ class _Measure(NamedTuple):
     initial: np.generic
 
 
-# How many numbers are summed one after the other on CPU, at most
+# How many numbers of a large leaf are summed one after the other, on CPU
 _LONGEST_ROW = 2**16
+_SHORTEST_ROW = 2**8
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -221,7 +222,10 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
     # The reduction adds one number after the other, and a float32 sum that has reached
     # 2**24 does not grow by adding 1. So large leaves are summed row by row.
-    in_rows = [list(map(_in_rows, leaves)) for leaves in groups]
+    in_rows: Groups = []
+    for leaves in groups:
+        matrices_of_leaves = map(_rows, leaves)
+        in_rows += map(list, zip(*matrices_of_leaves, strict=True))
     return _reduced_and_checked(in_rows, _SQUARES, first_axis=1)
 
 
@@ -268,13 +272,27 @@ def _with_flag(operation: Callable) -> Callable:
     return on_pairs
 
 
-def _in_rows(x: jax.Array) -> jax.Array:
-    """The numbers of a leaf as a matrix, whose rows have at most `_LONGEST_ROW`."""
-    if x.size <= _LONGEST_ROW:
-        return x.reshape(1, x.size)
-    lengths = range(_LONGEST_ROW, 0, -1)
-    longest = next(length for length in lengths if x.size % length == 0)
-    return x.reshape(-1, longest)
+def _rows(x: jax.Array) -> list[jax.Array]:
+    """The numbers of a leaf in one matrix, or in two with rows of different lengths.
+
+    Up to `_LONGEST_ROW` numbers are one row. Otherwise, a row's length is the largest
+    power of two up to `_LONGEST_ROW` that divides the leaf's size. If that is less than
+    `_SHORTEST_ROW`, rows have `_LONGEST_ROW` numbers, and the remaining numbers are a
+    row of their own.
+    """
+    size = x.size
+    if size <= _LONGEST_ROW:
+        return [x.reshape(1, size)]
+    divisor = size & -size  # the largest power of two that divides
+    length = min(divisor, _LONGEST_ROW)
+    if length < _SHORTEST_ROW:
+        length = _LONGEST_ROW
+    flat = x.reshape(-1)
+    end = size - size % length
+    rows = flat[:end].reshape(-1, length)
+    if end == size:
+        return [rows]
+    return [rows, flat[end:].reshape(1, -1)]
 
 
 # --- measures ---
