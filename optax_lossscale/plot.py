@@ -5,15 +5,16 @@ The extra `plot` installs matplotlib: `pip install "optax_lossscale[plot]"`.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._arrays.precision import is_inexact_leaf
+from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._step.get import resolve
 
 BEFORE = GREY
@@ -54,15 +55,13 @@ def loss_scale(
       'step'
     """
     validation.check_concrete("plot.loss_scale", history)
-    scale = _column(history, "loss_scale")
-    applied = _column(history, "should_apply")
-    if len(scale) != len(applied):
-        _refuse_history(history)
+    scale, applied = _table(history).T
     steps = np.arange(1, len(scale) + 1)
-    skipped = ~applied.astype(bool)
+    skipped = applied == 0
     axes = axes_for(axes, 2.6)
-    look: dict[str, Any] = {"color": AFTER} | style_of(style)
-    [line] = axes.step(steps, scale, where="mid", **look)
+    if "c" not in style:  # matplotlib's other name for it
+        style.setdefault("color", AFTER)
+    [line] = axes.step(steps, scale, where="mid", **style)
     color = line.get_color()  # matplotlib's choice for color=None
     axes.plot(steps[skipped], scale[skipped], "x", color=color, zorder=3)
     axes.set_yscale("log", base=2)
@@ -70,28 +69,24 @@ def loss_scale(
     return axes
 
 
-def _column(history: Any, name: str) -> np.ndarray:
-    """One of the metrics after each step, on the host; shape (steps,)."""
+def _table(history: Any) -> np.ndarray:
+    """The scale after each step, and whether it was applied; shape (steps, 2)."""
+    row = itemgetter("loss_scale", "should_apply")
+    history = jax.device_get(history)
     try:
         if isinstance(history, Mapping):
-            column = history[name]
+            table = np.stack(row(history), axis=-1)
         else:
-            column = [step[name] for step in history]
-    except (KeyError, TypeError, IndexError):
-        _refuse_history(history)
-    numbers = np.array(jax.device_get(column))
-    if numbers.ndim != 1 or not numbers.size:
-        _refuse_history(history)
-    return numbers
-
-
-def _refuse_history(history: Any) -> NoReturn:
-    """Raises the `ValueError` for what is no history of metrics."""
-    validation.refuse(
-        "history",
-        history,
-        "a sequence of what metrics returned after each step, or one dict of them all",
-    )
+            table = np.array([row(step) for step in history])
+    except (KeyError, TypeError, IndexError, ValueError):
+        table = np.zeros(0)
+    if table.ndim != 2 or not table.size:
+        validation.refuse(
+            "history",
+            history,
+            "a sequence of what metrics returned after each step, or one dict of them all",
+        )
+    return table
 
 
 def exponents(

@@ -18,7 +18,7 @@ Read the files in this order, which is from the parts to the whole:
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
 - `fault`, `cause`, `wrong`: the equation at fault, what it does, and what is wrong.
 - `table`, `choices`: a row for each equation, and what float32 decides otherwise.
-- `page`, `advice`, `picture`, `diagnose`: what is found, said and drawn.
+- `page`, `advice`, `axes`, `picture`, `diagnose`: what is found, said and drawn.
 
 The words that these files share:
 

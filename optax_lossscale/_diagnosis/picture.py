@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for
+from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import least_infinite
 from optax_lossscale._diagnosis.table import Table
