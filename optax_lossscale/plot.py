@@ -18,7 +18,10 @@ from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._step.get import resolve
 
 BEFORE = GREY
+"""The colour of gradients before they are scaled."""
+
 AFTER = TEAL
+"""The colour of scaled gradients, and of the loss scale."""
 
 
 def loss_scale(
@@ -98,8 +101,8 @@ def exponents(
     """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
     The bins are powers of two. The ranges in which the dtype has only subnormal
-    numbers, zero or infinity are shaded. Gradients that are infinite or NaN are not
-    drawn, but count in the percentages.
+    numbers, zero or infinity are shaded, with the percentage that is 0 in it. Gradients
+    that are infinite or NaN are not drawn, but count in the percentages.
 
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. If they are computed in
@@ -135,7 +138,7 @@ def exponents(
         _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
         _draw_histogram(axes, edges, sizes, label, AFTER)
-    percent_zero = np.sum(sizes == 0) * _percent_of_each(sizes)
+    percent_zero = np.sum(sizes <= 2.0 ** edges[1]) * _percent_of_each(sizes)
     names = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
     _shade(axes, edges, names)
     axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
@@ -169,10 +172,9 @@ def _percent_of_each(sizes: np.ndarray) -> float:
 
 
 def _edges(dtype: np.dtype) -> list[int]:
-    """The exponents at which four ranges of a dtype begin, and where the last ends.
+    """Five exponents, between which a dtype is zero, subnormal, normal and infinite.
 
-    They are those of numbers that round to zero, of subnormal and of normal numbers,
-    and of infinity. The outer two are cut off.
+    The first and the last range are cut off there.
     """
     info = jnp.finfo(dtype)
     smallest = info.minexp - info.nmant - 1  # half of the least number, which becomes 0

@@ -13,9 +13,10 @@ from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import THE_LOSS, Note
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs
-from optax_lossscale._diagnosis.table import rounds_of
 
-_FEW = 0.01  # the share of choices that may differ, as near a tie either is as good
+_FEW = (
+    0.01  # the share of choices that may differ, as either choice is as good near a tie
+)
 
 
 def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
@@ -39,7 +40,7 @@ def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
 
 def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
-    """The choices that float32 would have made otherwise, each in its worst round.
+    """The choices that float32 would have made otherwise: for each line, the worst.
 
     Those that differ most come first. All of them count if the loss is off by choices,
     or a gradient by more than a fifth. Otherwise, a mask counts if more than a fifth of
@@ -49,14 +50,12 @@ def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
     if not np.isfinite(run.loss.pair.actual):
         return []
     most = max(off_by_choices.values(), default=0.0)
-    do_matter = THE_LOSS in off_by_choices or most > LARGE_SHARE
-    choices = []
-    for rounds in rounds_of(run.notes):
-        note = max(rounds, key=lambda note: note.decided)
-        least = 0.0 if do_matter else _tolerated(note)
-        if note.decided > least:
-            choices.append(note.row)
-    return sorted(choices, key=lambda row: row.decided, reverse=True)
+    all_count = THE_LOSS in off_by_choices or most > LARGE_SHARE
+    worst: dict[str, Note] = {}
+    for note in sorted(run.notes, key=lambda note: note.decided, reverse=True):
+        if note.decided > (0.0 if all_count else _tolerated(note)):
+            worst.setdefault(note.line, note)
+    return [note.row for note in worst.values()]
 
 
 def _tolerated(choice: Note) -> float:

@@ -5,7 +5,7 @@ report with what follows from these runs: what is off and why (`wrong`, `choices
 which loss scale fits (`scale`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -47,7 +47,8 @@ def diagnose(
     diagnosed as `autocast` runs it.
 
     Float32 makes the same choices as the program, such as indices and branches. If it
-    would make others, it is run with its own choices as well. Constants are as they
+    would make others, or if anything is off, the gradient is also run in float32 with
+    its own choices, beside float64. Constants are as they
     were rounded when the program was traced: 0.999 is 1 in bfloat16.
 
     A run that takes long prints a line of progress to stderr every 10 seconds or so.
@@ -73,8 +74,10 @@ def diagnose(
 
     Raises:
       TypeError: if `loss_fn` is not a function, returns no real floating-point scalar,
-        or makes a `jax.Ref`; if an argument is a traced array, as inside of `jit`, or a
+        or makes a `jax.Ref`; if a keyword argument of it is named `has_aux` or
+        `opt_state`; if an argument is a traced array, as inside of `jit`, or a
         `jax.ShapeDtypeStruct`.
+      ValueError: if `opt_state` holds more than one loss scale.
 
     Example:
       >>> import jax.numpy as jnp
@@ -128,6 +131,7 @@ def _findings(
     overflow = runs.fit.overflow
     has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
+    right = off.keys() - {result.name for result in wrong_results}
     by_choices = off_by_choices(runs, off)
     # Where results are wrong, they are off for that reason.
     choices = choices_of(run, {} if wrong_results else by_choices)
@@ -149,7 +153,7 @@ def _findings(
         has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite,
         off_without=_off_without(runs, off),
-        underflow=_underflow(gradient, runs, off),
+        underflow=_underflow(gradient, runs, right),
         not_compared=runs.not_compared,
         table=table_of(run.notes),
     )
@@ -173,9 +177,9 @@ def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
 
 
 def _underflow(
-    gradient: Gradient, runs: Runs, off: Mapping[str, float]
+    gradient: Gradient, runs: Runs, right: Container[str]
 ) -> dict[str, Underflow]:
     """How many gradients underflow, if float16 computes any and a loss scale fits."""
     if runs.fit.scale is None or np.float16 not in gradient.narrow_dtypes:
         return {}
-    return underflow(runs.at_1.grads, runs.fitting.grads, determined=off)
+    return underflow(runs.at_1.grads, runs.fitting.grads, right)

@@ -163,6 +163,23 @@ def test_a_shard_map_may_be_inside_of_another():
     assert any(row.rounds for row in found.table.rows)
 
 
+def test_gradients_in_float64_alone_do_not_overflow():
+    with jax.enable_x64(True):
+        found = ols.diagnose(lambda w: jnp.sum(w**2), jnp.ones(3, np.float64))
+    assert found.overflow is None
+    assert found.verdict.startswith("Nothing is computed in 16 bits")
+
+
+def test_what_is_mostly_in_float32_is_not_said_to_be_hardly_in_16_bits():
+    def loss_fn(params, x):
+        y = jnp.tanh(x.astype(F16) @ params["a"].astype(F16))
+        return square(y @ params["b"])
+
+    params = {"a": jnp.eye(32), "b": jnp.eye(32)}
+    found = ols.diagnose(loss_fn, params, jnp.full((8, 32), 0.1))
+    assert found.verdict.startswith("Less than half is computed in 16 bits: 60.0% of")
+
+
 def test_a_difference_of_equal_numbers_is_no_underflow():
     def loss_fn(w, target):
         apart = w.astype(F16) - target.astype(F16)
