@@ -211,7 +211,7 @@ def _about_choices(findings: Findings) -> _Remarks:
     then many have to differ.
     """
     off = findings.off_by_choices
-    if findings.has_wrong_result or not off:
+    if not off:
         return
     worst = max(off, key=off.__getitem__)
     many_differ = any(choice.decided > TOLERANCE for choice in findings.choices)

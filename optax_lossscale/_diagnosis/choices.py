@@ -22,6 +22,8 @@ _FEW = (
 def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
     """How far results are off from float32 with its own choices, if by much.
 
+    None of them may be wrong by the program's choices.
+
     Args:
       runs: the runs of the gradient.
       determined: the names of the results that float32 determines.

@@ -132,9 +132,8 @@ def _findings(
     has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
     right = off.keys() - {result.name for result in wrong_results}
-    by_choices = off_by_choices(runs, off)
-    # Where results are wrong, they are off for that reason.
-    choices = choices_of(run, {} if wrong_results else by_choices)
+    # Where a result is wrong, that is why others are off.
+    by_choices = {} if wrong_results else off_by_choices(runs, off)
     return Findings(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
@@ -147,7 +146,7 @@ def _findings(
         wrong=tuple(wrong_results or wrong_inside(runs, dtypes)),
         off=off,
         off_by_choices=by_choices,
-        choices=tuple(choices),
+        choices=tuple(choices_of(run, by_choices)),
         initial_scale=runs.fit.scale,
         overflow=overflow.row if overflow else None,
         has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),

@@ -14,7 +14,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
@@ -55,11 +55,6 @@ class Findings:
         is_scaled = np.float16 in self.computes_in and self.has_gradients
         return self.initial_scale if is_scaled else None
 
-    @property
-    def has_wrong_result(self) -> bool:
-        """Whether the loss or a gradient is wrong, and not only a value inside."""
-        return any(result.name != A_VALUE_INSIDE for result in self.wrong)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis(Findings):
@@ -85,8 +80,9 @@ class Diagnosis(Findings):
         float32 does not determine, as float64 shows, is left out, such as the gradient
         of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
-        own choices, such as indices, masks and branches, where that is more than 5%. In
-        all other fields, float32 makes the choices of the program.
+        own choices, such as indices, masks and branches, where that is more than 5%. It
+        is empty if any is wrong by the choices of the program, which float32 makes in
+        all other fields.
       choices: where float32 would have chosen other indices, masks, branches or
         numbers of rounds: of each line, what differs most.
       initial_scale: the scale that fits. It is None if gradients are finite at none, or
@@ -178,7 +174,7 @@ class Diagnosis(Findings):
                 f"Chosen otherwise than in float32: {choice.decided:.1%} of "
                 f"{choice.count}, in {choice}."
             )
-        if self.off_by_choices and not self.has_wrong_result:
+        if self.off_by_choices:
             names = some(list(self.off_by_choices))
             most = percent(max(self.off_by_choices.values()))
             yield (
