@@ -14,7 +14,7 @@ import numpy as np
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.page import Findings
 from optax_lossscale._diagnosis.scale import InitialScale
@@ -204,23 +204,15 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _about_choices(findings: Findings) -> _Remarks:
-    """A remark on choices that float32 makes otherwise, if they matter.
-
-    They do if they change the loss, or a gradient by a fifth. If they change gradients
-    by less, they may be as good as float32's, as where a ReLU is given a number near 0:
-    then many have to differ.
-    """
+    """A remark on choices that float32 makes otherwise, if they change a result."""
     off = findings.off_by_choices
-    if not off:
+    if not off or not findings.choices:
         return
-    worst = max(off, key=off.__getitem__)
-    many_differ = any(choice.decided > TOLERANCE for choice in findings.choices)
     if THE_LOSS in off:
         effect = f"the loss is off by {percent(off[THE_LOSS])}"
-    elif off[worst] > LARGE_SHARE or many_differ:
-        effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     else:
-        return
+        worst = max(off, key=off.__getitem__)
+        effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     yield (
         f"Float32 chooses otherwise at {lines_of(findings.choices)}, and so {effect}.",
         "Compute what is chosen from there in float32, unless either choice is as good, "

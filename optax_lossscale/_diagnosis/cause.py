@@ -10,9 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
@@ -27,10 +24,6 @@ from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
-_ROUNDING = 2.0**-16  # the least error of rounding, relative: less than float16's
-# Numbers lost to 0 are negligible beside a mean of this many times the dtype's smallest
-# number.
-_NEGLIGIBLE = 100
 
 
 class How(enum.StrEnum):
@@ -160,29 +153,23 @@ def _how_not_finite(note: Note) -> How:
 
 def _how_off(note: Note) -> How:
     """What an equation does whose result is off, but finite."""
-    dtype = _computed(note).dtype
     if _cancels(note):
         return How.CANCELS
-    if is_narrow_dtype(dtype) and _vanishes(note, dtype):
+    dtype = _computed(note).dtype
+    is_narrow = is_narrow_dtype(dtype)
+    if is_narrow and 0 < note.typical < least_normal(dtype):
         return How.VANISHES
-    is_sum_of_many = is_narrow_dtype(dtype) and note.is_any(Trait.ADDS_MANY)
+    is_sum_of_many = is_narrow and note.is_any(Trait.ADDS_MANY)
     is_sum_of_rounds = note.rounds and note.is_any(SUMS)
     if is_sum_of_many or is_sum_of_rounds:
         return How.STAGNATES
-    return How.ROUNDS if is_narrow_dtype(dtype) else How.AMPLIFIES
+    return How.ROUNDS if is_narrow else How.AMPLIFIES
 
 
 def _cancels(note: Note) -> bool:
-    """Whether a result is a sum that is small beside its terms, and off by their rounding.
-
-    A sum of which most terms are 0 is small as well. It does not cancel: its error is
-    far below the rounding of large terms.
-    """
-    if not note.is_any(SUMS | Trait.PRODUCT):
-        return False
-    terms = _size_of_terms(note)
-    rounding = note.distance / math.sqrt(note.count)
-    return note.typical < _SMALL * terms and rounding > _ROUNDING * terms
+    """Whether a result is a sum that is small beside its terms."""
+    is_sum = note.is_any(SUMS | Trait.PRODUCT)
+    return is_sum and note.typical < _SMALL * _size_of_terms(note)
 
 
 def _size_of_terms(note: Note) -> float:
@@ -190,17 +177,6 @@ def _size_of_terms(note: Note) -> float:
     sizes = [read.typical for read in note.reads if read.typical]
     size = math.prod(sizes) if note.is_any(Trait.PRODUCT) else max(sizes, default=0.0)
     return size * math.sqrt(note.place.terms)
-
-
-def _vanishes(note: Note, dtype: np.dtype) -> bool:
-    """Whether numbers were lost, or are too small for their dtype, and matter."""
-    tiny = least_normal(dtype)
-    smallest = tiny * float(jnp.finfo(dtype).eps)
-    # Of the absolute values: where few of them are large, the mean may be far larger.
-    least_mean = note.typical / math.sqrt(note.count)
-    is_too_small = 0 < note.typical < tiny
-    are_lost = note.lost > LARGE_SHARE and least_mean < _NEGLIGIBLE * smallest
-    return is_too_small or are_lost
 
 
 def _saturates(note: Note) -> bool:

@@ -14,19 +14,13 @@ from optax_lossscale._diagnosis.notes import THE_LOSS, Note
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs
 
-_FEW = (
-    0.01  # the share of choices that may differ, as either choice is as good near a tie
-)
 
-
-def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
+def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
     """How far results are off from float32 with its own choices, if by much.
-
-    None of them may be wrong by the program's choices.
 
     Args:
       runs: the runs of the gradient.
-      determined: the names of the results that float32 determines.
+      right: the names of the results that are right by the program's choices.
     """
     any_differ = any(note.decided for note in runs.fitting.notes)
     if runs.in_float32 is None or not any_differ:
@@ -36,7 +30,7 @@ def off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
     for name, in_float32 in runs.in_float32.results.items():
         pair = Pair(as_written[name].pair.actual, in_float32.pair.actual)
         error = pair.compared().figures.error
-        if name in determined and error > TOLERANCE:
+        if name in right and error > TOLERANCE:
             off[name] = error
     return off
 
@@ -46,8 +40,9 @@ def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
 
     Those that differ most come first. All of them count if the loss is off by choices,
     or a gradient by more than a fifth. Otherwise, a mask counts if more than a fifth of
-    it differs, and any other choice if more than 1% of it does. None does if the loss
-    is not finite, as a comparison with NaN means nothing.
+    it differs, and any other choice if more than 5% of it does: fewer are near a tie,
+    where either choice is as good. None counts if the loss is not finite, as a
+    comparison with NaN means nothing.
     """
     if not np.isfinite(run.loss.pair.actual):
         return []
@@ -63,4 +58,4 @@ def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
 def _tolerated(choice: Note) -> float:
     """The share of a choice that may differ, as it changes no result by much."""
     is_mask = choice.dtype == np.bool_ and choice.count > 1
-    return LARGE_SHARE if is_mask else _FEW
+    return LARGE_SHARE if is_mask else TOLERANCE

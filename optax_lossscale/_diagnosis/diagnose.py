@@ -5,7 +5,7 @@ report with what follows from these runs: what is off and why (`wrong`, `choices
 which loss scale fits (`scale`).
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.page import Diagnosis, Findings
 from optax_lossscale._diagnosis.run import Runs, runs_of
-from optax_lossscale._diagnosis.scale import Underflow, underflow
+from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
@@ -129,11 +129,12 @@ def _findings(
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
+    may_scale = runs.fit.scale is not None and np.float16 in dtypes
     has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
     right = off.keys() - {result.name for result in wrong_results}
     # Where a result is wrong, that is why others are off.
-    by_choices = {} if wrong_results else off_by_choices(runs, off)
+    by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
@@ -151,8 +152,8 @@ def _findings(
         overflow=overflow.row if overflow else None,
         has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite,
-        off_without=_off_without(runs, off),
-        underflow=_underflow(gradient, runs, right),
+        off_without=_off_without(runs, right),
+        underflow=underflow(runs.at_1.grads, run.grads, right) if may_scale else {},
         not_compared=runs.not_compared,
         table=table_of(run.notes),
     )
@@ -166,19 +167,10 @@ def _loss_in_float32(runs: Runs) -> float:
     return float(loss)
 
 
-def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
+def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
     """How far gradients are off without a loss scale, of those that are right with one."""
     return {
         name: value.note.error
         for name, value in runs.at_1.grads.items()
-        if value.note and off.get(name, 1.0) <= TOLERANCE < value.note.error
+        if name in right and value.note and value.note.error > TOLERANCE
     }
-
-
-def _underflow(
-    gradient: Gradient, runs: Runs, right: Container[str]
-) -> dict[str, Underflow]:
-    """How many gradients underflow, if float16 computes any and a loss scale fits."""
-    if runs.fit.scale is None or np.float16 not in gradient.narrow_dtypes:
-        return {}
-    return underflow(runs.at_1.grads, runs.fitting.grads, right)

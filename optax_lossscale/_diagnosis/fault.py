@@ -28,14 +28,9 @@ def at_fault(note: Note) -> Note | None:
     result is.
     """
     path = path_from(note, _off_before)
-    bad = [n for n, on_path in enumerate(path) if on_path.bad]
-    if not bad:
-        off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
-        first_off = off[-1] if off else 0
-        return _where_it_grows(path[first_off:])
-    first_bad = bad[-1]  # the first in the program, as a path goes back
-    made_of = path[first_bad + 1 :]
-    return _where_it_grows(made_of) if made_of else path[first_bad]
+    off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
+    since_off = path[off[-1] :] if off else path
+    return since_off[0] if since_off[0].bad else _where_it_grows(since_off)
 
 
 def worst_read(note: Note) -> Note | None:
@@ -65,9 +60,6 @@ def _where_it_grows(path: Sequence[Note]) -> Note | None:
 
 def _running_sum(path: Sequence[Note]) -> Note | None:
     """The note of a sum in which an error grows a little in each of many rounds."""
-    rounds = Counter(note.place for note in path if note.rounds)
-    if not rounds:
-        return None
-    [(place, count)] = rounds.most_common(1)
-    sums = [note for note in path if note.place is place and note.is_any(SUMS)]
-    return sums[0] if sums and count >= _RUNNING else None
+    sums = [note for note in path if note.rounds and note.is_any(SUMS)]
+    counts = Counter(note.place for note in sums)
+    return next((note for note in sums if counts[note.place] >= _RUNNING), None)
