@@ -29,8 +29,9 @@ def at_fault(note: Note) -> Note | None:
     """
     path = path_from(note, _off_before)
     off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
-    since_off = path[off[-1] :] if off else path
-    return since_off[0] if since_off[0].bad else _where_it_grows(since_off)
+    first_off = off[-1] if off else 0  # the first in the program, as a path goes back
+    path = path[first_off:]
+    return path[0] if path[0].bad else _where_it_grows(path)
 
 
 def worst_read(note: Note) -> Note | None:
