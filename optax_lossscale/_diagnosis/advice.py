@@ -282,19 +282,22 @@ def _about_scale(findings: Findings) -> _Remarks:
     fits = findings.scale_that_fits
     if not fits or (findings.wrong and fits.largest < 1):  # the cause is what is wrong
         return
-    lost = findings.underflow.values()
-    least = 1 if findings.off_without else 0
-    bits = max((group.bits for group in lost), default=least)
+    groups = findings.underflow.values()
+    bits = max(
+        (group.bits for group in groups), default=1 if findings.off_without else 0
+    )
     scale = scale_name(fits.scale)
-    if findings.overflow and any(group.left > TOLERANCE for group in lost):
+    are_left = any(group.left > TOLERANCE for group in groups)
+    if are_left and findings.overflow:
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
         )
+    are_lost_at_1 = groups or findings.off_without
     yours = findings.loss_scale
     if yours is None:
-        if lost or findings.off_without or not findings.is_finite_without:
+        if are_lost_at_1 or not findings.is_finite_without:
             yield _without_a_scale(findings, scale), _wrap(findings, fits, bits)
     elif not min(2.0**bits, fits.scale) <= yours <= fits.largest:
         problem = "overflow" if yours > fits.largest else "are lost"
