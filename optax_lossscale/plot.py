@@ -138,7 +138,7 @@ def exponents(
         _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
         _draw_histogram(axes, edges, sizes, label, AFTER)
-    percent_zero = np.sum(sizes <= 2.0 ** edges[1]) * _percent_of_each(sizes)
+    percent_zero = 100 * np.sum(sizes <= 2.0 ** edges[1]) / max(1, sizes.size)
     names = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
     _shade(axes, edges, names)
     axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
@@ -158,17 +158,12 @@ def _draw_histogram(
     axes.hist(
         np.clip(powers, low, high - 1),  # the outermost bins hold all beyond
         range(low, high + 1),
-        weights=np.full(powers.shape, _percent_of_each(sizes)),
+        weights=np.full(powers.shape, 100 / max(1, sizes.size)),
         histtype="stepfilled",
         color=color,
         alpha=0.5,
         label=label,
     )
-
-
-def _percent_of_each(sizes: np.ndarray) -> float:
-    """The percentage of all numbers that one number is."""
-    return 100 / max(1, sizes.size)
 
 
 def _edges(dtype: np.dtype) -> list[int]:
