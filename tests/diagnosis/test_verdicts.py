@@ -225,6 +225,51 @@ def test_a_sigmoid_at_both_limits_saturates():
     assert line_of(loss_fn, 1) in found.verdict
 
 
+PASSED_ON = {
+    "clipped": lambda y: jnp.clip(y, 0, 1),
+    "widened and squared": lambda y: y.astype(F32) ** 2,
+    "squared": lambda y: y * y,
+}
+
+
+@pytest.mark.parametrize("pass_on", PASSED_ON.values(), ids=PASSED_ON)
+def test_a_limit_that_is_passed_on_is_that_of_the_function_that_has_it(pass_on):
+    def loss_fn(w, x):
+        y = jnp.tanh(x.astype(F16) * w.astype(F16))
+        return -jnp.mean(jnp.log(1 - pass_on(y).astype(F32)))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.linspace(0.1, 6, 64))
+    assert found.wrong[0].how == "saturates"
+    assert line_of(loss_fn, 1) in found.verdict
+
+
+def test_a_difference_in_float32_that_is_0_is_not_said_to_vanish():
+    def loss_fn(w, x):
+        y = (1 / (1 + jnp.exp(-x * w))).astype(F16)
+        return -jnp.mean(jnp.log(1 - y.astype(F32)))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.linspace(0.1, 12, 64))
+    assert found.wrong[0].how == "cancels"
+    assert line_of(loss_fn, 1) in found.advice[0]
+
+
+def test_a_sum_over_rounds_that_is_off_a_little_in_each_is_named():
+    def loss_fn(w, x, rewards):
+        def step(c, reward):
+            c = (reward + F32(0.999) * c.astype(F32)).astype(jnp.bfloat16)
+            return c, c
+
+        _, returns = lax.scan(step, jnp.zeros(16, jnp.bfloat16), rewards)
+        values = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return square(values - returns)
+
+    rewards = 0.1 + 0.01 * np.random.default_rng(0).normal(size=(400, 16))
+    x = np.random.default_rng(1).normal(size=(400, 16, 8))
+    found = ols.diagnose(loss_fn, jnp.ones(8) / 3, F32(x), F32(rewards))
+    assert found.wrong[0].how == "stagnates"
+    assert line_of(loss_fn, 2) in found.verdict
+
+
 def test_what_is_at_its_limit_in_float32_too_does_not_saturate():
     def loss_fn(params, x):
         first = jnp.tanh(x * params["v"].astype(F16))
