@@ -7,7 +7,7 @@ do.
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
@@ -79,9 +79,10 @@ def cause_of(note: Note) -> Cause:
         if fault.is_any(Trait.ADDS_TWO):  # which gives 0 only for numbers that cancel
             how = How.CANCELS
     made = _computed(fault)
-    saturated = [note for note in [made, *_at_limits(made)] if _saturates(note)]
-    if saturated:
-        return Cause(How.SATURATES, saturated[0])
+    limits = all_before([*made.reads, made], _limits_in)
+    saturated = next(filter(_saturates, limits), None)
+    if saturated is not None:
+        return Cause(How.SATURATES, saturated)
     return _for_want_of_digits(how, made) if how in SENSITIVE else Cause(how, made)
 
 
@@ -190,17 +191,11 @@ def _saturates(note: Note) -> bool:
 # --- the notes before it ---
 
 
-def _at_limits(note: Note) -> Iterator[Note]:
-    """The operands of a result, and those that have the same 1 or -1 as one of them."""
-    for read in note.reads:
-        yield from path_from(read, _limit_before)
-
-
-def _limit_before(note: Note) -> Note | None:
-    """The operand whose 1 or -1 a result has; that of a sum or product is its own."""
+def _limits_in(note: Note) -> Sequence[Note]:
+    """The operands whose 1 or -1 a result may have; that of a sum or product is its own."""
     if note.is_any(SUMS | Trait.PRODUCT):
-        return None
-    return next((read for read in note.reads if read.at_limit), None)
+        return ()
+    return [read for read in note.reads if read.at_limit]
 
 
 def _computed(note: Note) -> Note:
