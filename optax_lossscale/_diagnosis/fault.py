@@ -1,10 +1,12 @@
 """Which equation is at fault for a result that is off from float32.
 
 From the note of the result, a path goes back along the operand that is off the most,
-until this operand is off by no more than rounding. The equation of the path in which
-the error grows most is at fault, if the error grows by much in it. For `log(a - b)`,
-where `a` and `b` are rounded to float16 and nearly equal, the path is the logarithm and
-the difference. The error jumps in the difference, so the difference is at fault.
+until this operand is off by no more than rounding. The first value of the program on
+this path that is off by more than 5% is where to look: if it is not finite, its equation
+is at fault. Otherwise it is the equation, among this one and those before, in which the
+error grows most, if it grows by much. For `log(a - b)`, where `a` and `b` are rounded to
+float16 and nearly equal, the path is the logarithm and the difference. The error jumps
+in the difference, so the difference is at fault.
 """
 
 from collections import Counter
@@ -24,7 +26,7 @@ _RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
 def at_fault(note: Note) -> Note | None:
     """The note of the equation in which an error grows, or None if it grows in many.
 
-    An equation whose operands are wrong already is not at fault, however much worse its
+    An equation whose operands are off already is not at fault, however much worse its
     result is.
     """
     path = path_from(note, _off_before)

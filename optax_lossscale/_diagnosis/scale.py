@@ -25,7 +25,7 @@ from optax_lossscale._diagnosis.value import Value
 HIGHEST = 126
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
-# An equation that enlarges numbers by more than this is at fault for their size.
+# An equation that enlarges numbers by this factor or more is at fault for their size.
 _ENLARGED = 2.0**10
 _SMALLEST = 2.0**-149  # the smallest number of float32
 # The smallest float16 relative to the largest: no scale keeps smaller gradients as well
