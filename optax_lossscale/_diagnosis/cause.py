@@ -24,7 +24,6 @@ from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
-_ROUNDING = 2.0**-16  # an error that is far less than rounding to 16 bits makes
 
 
 class How(enum.StrEnum):
@@ -187,12 +186,6 @@ def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
     may_saturate = is_narrow_dtype(note.dtype) and note.is_any(Trait.SATURATES)
     return may_saturate and (note.lost > 0 or note.at_limit)
-
-
-def is_right_beside_terms(note: Note) -> bool:
-    """Whether a sum is off by far less than rounding its terms to 16 bits makes it."""
-    if_of_one_sign = _size_of_terms(note) * math.sqrt(note.place.terms)
-    return note.distance / math.sqrt(note.count) < _ROUNDING * if_of_one_sign
 
 
 # --- the notes before it ---

@@ -3,8 +3,8 @@
 A result is wrong if it is off from float32 by more than 5%, if it is not finite in
 float32 either, or if it is not in proportion to the loss scale. Two kinds of results are
 not judged. Float32 does not determine a result if it is off from float64 as well, as for
-the gradient of a bias before a normalization, which is nothing but rounding. Others are
-only the rounding that is left where numbers cancel, as in a comparison of equal things.
+the gradient of a bias before a normalization, which is nothing but rounding. A result
+that is 0 in float32, and only rounding in 16 bits, compares two things that are equal.
 """
 
 import math
@@ -13,13 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_lossscale._diagnosis.cause import (
-    Cause,
-    How,
-    cause_in_float32,
-    cause_of,
-    is_right_beside_terms,
-)
+from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
@@ -35,7 +29,7 @@ from optax_lossscale._diagnosis.value import notes_of
 _COMPARABLE = 2.0**-100
 # Of a result that is 0 in float32, these say that two things are to be equal.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
-_LESS = 2  # times: an error of float32 that is so much less than that of 16 bits
+_FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
 _NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
 
 
@@ -99,7 +93,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
-            elif not _is_remainder(name, note, cause):
+            elif note.typical or cause.how not in _OF_DIFFERENCES:
                 off[name] = how_far
                 wrong.append(_entry(name, how_far, cause, run))
     wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
@@ -182,8 +176,8 @@ def _in_float32(runs: Runs, name: str) -> Note | None:
 def _determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value so well that 16 bits can be wrong about it.
 
-    It does if it is off from float64 by 5% at most, or by half of what 16 bits are off
-    from it at most. But a number of which float32 has no right digit is not determined.
+    It does if it is off from float64 by 5% at most, or by far less than 16 bits are off
+    from it. But a number of which float32 has no right digit is not determined.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.
@@ -191,8 +185,8 @@ def _determines(in_float32: Note | None, note: Note) -> bool:
     """
     if note.bad or in_float32 is None:
         return True
-    less = min(note.error / _LESS, _NOTHING_RIGHT)
-    return in_float32.error <= max(TOLERANCE, less)
+    far_less = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
+    return in_float32.error <= max(TOLERANCE, far_less)
 
 
 def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
@@ -210,18 +204,6 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
         if _out_of_proportion(at_1.get(earlier.result), earlier, run.scale) > TOLERANCE
     )
     return off, Cause(How.IS_NOT_LINEAR, next(not_linear, note))
-
-
-def _is_remainder(name: str, note: Note, cause: Cause) -> bool:
-    """Whether a result is only the rounding that is left where numbers cancel.
-
-    That is a result of 0, and a loss that is as right as its terms are. It may be off by
-    much where they add up to next to nothing, as in a mean of normalized advantages.
-    """
-    if not note.typical:
-        return cause.how in _OF_DIFFERENCES
-    is_cancelled_loss = name == THE_LOSS and cause.how is How.CANCELS
-    return is_cancelled_loss and is_right_beside_terms(cause.note)
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
