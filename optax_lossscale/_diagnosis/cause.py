@@ -162,11 +162,11 @@ def _how_off(note: Note) -> How:
     is_narrow = is_narrow_dtype(dtype)
     if is_narrow and 0 < note.typical < least_normal(dtype):
         return How.VANISHES
-    is_sum_of_many = is_narrow and note.is_any(Trait.ADDS_MANY)
+    if not is_narrow:
+        return How.AMPLIFIES
     is_sum_of_rounds = note.rounds and note.is_any(SUMS)
-    if is_sum_of_many or is_sum_of_rounds:
-        return How.STAGNATES
-    return How.ROUNDS if is_narrow else How.AMPLIFIES
+    is_long_sum = is_sum_of_rounds or note.is_any(Trait.ADDS_MANY)
+    return How.STAGNATES if is_long_sum else How.ROUNDS
 
 
 def _cancels(note: Note) -> bool:
@@ -201,13 +201,13 @@ def _limits_in(note: Note) -> Sequence[Note]:
 def _computed(note: Note) -> Note:
     """The note of the equation that computed the numbers that others moved or chose.
 
-    One that moves them into 16 bits, as a cast does, computes them.
+    One that casts them to a dtype of 16 bits or fewer computes them.
     """
     while note.is_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         read = worst_read(note)
         if read is None or read.is_argument:
             break
-        if is_narrow_dtype(note.dtype) and not is_narrow_dtype(read.dtype):
+        if is_narrow_dtype(note.dtype) and note.dtype != read.dtype:
             break
         note = read
     return note

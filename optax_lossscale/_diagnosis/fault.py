@@ -16,11 +16,12 @@ from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import SUMS, Note
 from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._programs.operations import Trait
+from optax_lossscale._programs.values import is_narrow_dtype
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
 _ROUNDING = 2.0**-8  # the largest error that one rounding to bfloat16 makes
-_RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
+_MANY_ROUNDS = 8  # in which an error has to grow for its equation to be at fault
 
 
 def at_fault(note: Note) -> Note | None:
@@ -58,11 +59,16 @@ def _where_it_grows(path: Sequence[Note]) -> Note | None:
     """The note of the equation in which an error grows, at once or over many rounds."""
     # An error above 100% counts as 100%: 1/256 in the place of 1/5000 is off by 1800%.
     errors = [max(min(note.error, 1.0), _ROUNDING) for note in path]
-    return jump(path, [*errors, _ROUNDING], _JUMP) or _running_sum(path)
+    return jump(path, [*errors, _ROUNDING], _JUMP) or _in_many_rounds(path)
 
 
-def _running_sum(path: Sequence[Note]) -> Note | None:
-    """The note of a sum in which an error grows a little in each of many rounds."""
-    sums = [note for note in path if note.rounds and note.is_any(SUMS)]
-    counts = Counter(note.place for note in sums)
-    return next((note for note in sums if counts[note.place] >= _RUNNING), None)
+def _in_many_rounds(path: Sequence[Note]) -> Note | None:
+    """The note of an equation in which an error grows a little in each of many rounds.
+
+    It is the one that rounds to 16 bits, a sum if it can be.
+    """
+    counts = Counter(note.place for note in path if note.rounds)
+    often = [note for note in path if counts[note.place] >= _MANY_ROUNDS]
+    of_rounding = [note for note in often if is_narrow_dtype(note.dtype)] or often
+    sums = [note for note in of_rounding if note.is_any(SUMS)]
+    return next(iter(sums or of_rounding), None)

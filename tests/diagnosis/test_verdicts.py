@@ -13,7 +13,7 @@ from jax.experimental import io_callback, pallas
 
 import optax_lossscale as ols
 
-F16, F32 = jnp.float16, jnp.float32
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 FREQUENCIES = np.linspace(5.0, 7.77, 8, dtype=np.float16)
 POSITIONS = jnp.arange(1024.0, 1040.0)
 
@@ -253,21 +253,41 @@ def test_a_difference_in_float32_that_is_0_is_not_said_to_vanish():
     assert line_of(loss_fn, 1) in found.advice[0]
 
 
-def test_a_sum_over_rounds_that_is_off_a_little_in_each_is_named():
+@pytest.mark.parametrize("cast_back", [True, False])
+def test_what_is_off_a_little_in_each_round_is_named_where_it_is_rounded(cast_back):
     def loss_fn(w, x, rewards):
         def step(c, reward):
-            c = (reward + F32(0.999) * c.astype(F32)).astype(jnp.bfloat16)
+            discounted = F32(0.999) * c.astype(F32)
+            if cast_back:
+                c = (reward + discounted).astype(BF16)
+            else:
+                c = reward.astype(BF16) + discounted.astype(BF16)
             return c, c
 
-        _, returns = lax.scan(step, jnp.zeros(16, jnp.bfloat16), rewards)
-        values = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
-        return square(values - returns)
+        _, returns = lax.scan(step, jnp.zeros(16, BF16), rewards)
+        return square(x.astype(BF16) @ w.astype(BF16) - returns)
 
     rewards = 0.1 + 0.01 * np.random.default_rng(0).normal(size=(400, 16))
     x = np.random.default_rng(1).normal(size=(400, 16, 8))
     found = ols.diagnose(loss_fn, jnp.ones(8) / 3, F32(x), F32(rewards))
-    assert found.wrong[0].how == "stagnates"
-    assert line_of(loss_fn, 2) in found.verdict
+    (place,) = {one.place for one in found.wrong[:1]}
+    assert place.dtype == BF16
+    assert line_of(loss_fn, 4 if cast_back else 6) in place.source
+    assert found.wrong[0].how == ("rounds" if cast_back else "stagnates")
+
+
+@pytest.mark.parametrize(
+    ("wide", "dtype", "size"), [(F16, jnp.float8_e4m3fn, 10.0), (BF16, F16, 300.0)]
+)
+def test_a_cast_to_a_dtype_of_less_range_overflows(wide, dtype, size):
+    def loss_fn(w, x):
+        y = x.astype(wide) * w.astype(wide)
+        y = y.astype(dtype)
+        return square(y.astype(F32) / 300)
+
+    found = ols.diagnose(loss_fn, jnp.full(8, size), jnp.linspace(1, 300, 8))
+    assert found.wrong[0].place.primitive == "convert_element_type"
+    assert line_of(loss_fn, 2) in found.wrong[0].place.source
 
 
 def test_what_is_at_its_limit_in_float32_too_does_not_saturate():
