@@ -69,6 +69,6 @@ def _in_many_rounds(path: Sequence[Note]) -> Note | None:
     """
     counts = Counter(note.place for note in path if note.rounds)
     often = [note for note in path if counts[note.place] >= _MANY_ROUNDS]
-    of_rounding = [note for note in often if is_narrow_dtype(note.dtype)] or often
-    sums = [note for note in of_rounding if note.is_any(SUMS)]
-    return next(iter(sums or of_rounding), None)
+    narrow = [note for note in often if is_narrow_dtype(note.dtype)] or often
+    sums = [note for note in narrow if note.is_any(SUMS)]
+    return next(iter(sums or narrow), None)
