@@ -133,7 +133,7 @@ def _findings(
     has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
     right = off.keys() - {result.name for result in wrong_results}
-    # Where a result is wrong, that is why others are off.
+    # Beside a result that is wrong, it would not be known what choices change.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
         is_autocast=is_autocast and bool(dtypes),
