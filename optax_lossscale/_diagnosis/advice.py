@@ -56,7 +56,10 @@ def verdict_and_advice(
 def _fine(findings: Findings) -> str:
     """The verdict on a model without remarks."""
     if not findings.computes_in:
-        return "Nothing is computed in 16 bits, nor would autocast compute anything in them."
+        return (
+            "Nothing is computed in 16 bits, nor would autocast compute anything in "
+            "them."
+        )
     dtype = findings.computes_in[0]
     if findings.loss_scale is None:
         return f"{dtype} is fine as it is, without a loss scale."
@@ -130,9 +133,9 @@ def _first(*rules: tuple[Any, str]) -> str:
 
 _KEEP_FINITE = (
     "Keep the arguments of roots and logarithms above 0, divisors away from 0, indices "
-    "in bounds, exponents small, masks finite (-3e4 instead of -inf), and the batch free "
-    "of NaNs. Use jnp.where before such an operation, not after it, as 0 times infinity "
-    "is NaN."
+    "in bounds, exponents small, masks finite (-3e4 instead of -inf), and the batch "
+    "free of NaNs. Use jnp.where before such an operation, not after it, as 0 times "
+    "infinity is NaN."
 )
 _INNER = (
     "The derivative at {source} is taken inside of the loss function, where no loss "
@@ -163,8 +166,8 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
         "Give {line} float32, or look into it: diagnose cannot see what it computes."
     ),
     How.IS_NOT_LINEAR: (
-        "Have the optimizer clip or normalize gradients, which it gets without the loss "
-        "scale, and not the backward pass at {source}."
+        "Have the optimizer clip or normalize gradients, which it gets without the "
+        "loss scale, and not the backward pass at {source}."
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
@@ -215,8 +218,8 @@ def _about_choices(findings: Findings) -> _Remarks:
         effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     yield (
         f"Float32 chooses otherwise at {lines_of(findings.choices)}, and so {effect}.",
-        "Compute what is chosen from there in float32, unless either choice is as good, "
-        "as between numbers that are nearly equal.",
+        "Compute what is chosen from there in float32, unless either choice is as "
+        "good, as between numbers that are nearly equal.",
     )
 
 
@@ -234,8 +237,8 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
     if share > 0.5:
         how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (
-            f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications are "
-            f"in {dtype}, to which an operand is widened.",
+            f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications "
+            f"are in {dtype}, to which an operand is widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
             f"{lines_of(widened)}.",
         )

@@ -1,8 +1,8 @@
 """Choices that float32 would have made otherwise, and what follows from that.
 
-A choice is an integer or boolean that depends on floats, such as an index, a mask or the
-condition of a loop. Beside the program, float32 makes the choices of the program. In a
-run of its own, the program in float32 makes its own.
+A choice is an integer or boolean that depends on floats, such as an index, a mask or
+the condition of a loop. Beside the program, float32 makes the choices of the program.
+In a run of its own, the program in float32 makes its own.
 """
 
 from collections.abc import Container, Mapping

@@ -2,11 +2,11 @@
 
 From the note of the result, a path goes back along the operand that is off the most,
 until this operand is off by no more than rounding. The first value of the program on
-this path that is off by more than 5% is where to look: if it is not finite, its equation
-is at fault. Otherwise it is the equation, among this one and those before, in which the
-error grows most, if it grows by much. For `log(a - b)`, where `a` and `b` are rounded to
-float16 and nearly equal, the path is the logarithm and the difference. The error jumps
-in the difference, so the difference is at fault.
+this path that is off by more than 5% is where to look: if it is not finite, its
+equation is at fault. Otherwise it is the equation, among this one and those before, in
+which the error grows most, if it grows by much. For `log(a - b)`, where `a` and `b` are
+rounded to float16 and nearly equal, the path is the logarithm and the difference. The
+error jumps in the difference, so the difference is at fault.
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
 `diagnose` fills `Findings` from the runs. A `Diagnosis` has these fields, and further
-the verdict and what to do, which `advice` words. Printed, it is the page: sentences about
-dtypes, the verdict and the loss scale, tables of what is wrong and what underflows, and
-the advice.
+the verdict and what to do, which `advice` words. Printed, it is the page: sentences
+about dtypes, the verdict and the loss scale, tables of what is wrong and what
+underflows, and the advice.
 """
 
 import dataclasses
@@ -73,12 +73,12 @@ class Diagnosis(Findings):
       scale: the loss scale at which the gradients were compared.
       loss_scale: the one in the optimizer's state. It is None if no state was given, or
         one without a loss scale.
-      wrong: the loss and gradients that are off by more than 5%, and why, the loss first
-        and then the worst gradient. If there are none, the first value inside that has
-        a fifth of its numbers off by so much.
-      off: how far the loss and each gradient are from float32's, relative to those. What
-        float32 does not determine, as float64 shows, is left out, such as the gradient
-        of a bias before a normalization.
+      wrong: the loss and gradients that are off by more than 5%, and why, the loss
+        first and then the worst gradient. If there are none, the first value inside
+        that has a fifth of its numbers off by so much.
+      off: how far the loss and each gradient are from float32's, relative to those.
+        What float32 does not determine, as float64 shows, is left out, such as the
+        gradient of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
         is empty if any is wrong by the choices of the program, which float32 makes in
@@ -178,8 +178,8 @@ class Diagnosis(Findings):
             names = some(list(self.off_by_choices))
             most = percent(max(self.off_by_choices.values()))
             yield (
-                f"Off from float32 with its own choices, such as masks: {names}, at most "
-                f"by {most}."
+                f"Off from float32 with its own choices, such as masks: {names}, at "
+                f"most by {most}."
             )
 
     def _not_compared(self) -> Iterator[str]:

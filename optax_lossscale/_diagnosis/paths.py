@@ -1,4 +1,4 @@
-"""Paths: from a note back to one that it reads, from that to one that it reads, and so on."""
+"""Paths from a note back, each step to one of the notes that it reads."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,9 +1,9 @@
 """Which loss scale fits, and how many gradients underflow without it.
 
 Where a backward pass is linear in the loss scale, as nearly all are, the magnitudes of
-one run tell at which scale each of its results overflows: if the largest number in a run
-at scale 1 is 2**6, float16 overflows at a scale of 2**10. The largest scale is then 2**9,
-and the one that fits is `MARGIN` bits below that.
+one run tell at which scale each of its results overflows: if the largest number in a
+run at scale 1 is 2**6, float16 overflows at a scale of 2**10. The largest scale is then
+2**9, and the one that fits is `MARGIN` bits below that.
 """
 
 import math
@@ -52,16 +52,17 @@ class InitialScale(NamedTuple):
         scale = scale_name(self.scale)
         if self.largest == 2.0**HIGHEST:
             return f"{scale}, as nothing overflows up to 2**{HIGHEST}"
-        return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
+        bits = f"{self.spare_bits:.0f} bits"
+        return f"{scale}, with {bits} to spare before gradients overflow"
 
 
 class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, of the numbers that
-        in float32 are above 2**-40 of the largest one of their parameter. What is 0 as
-        it cancelled does not count as lost.
+      lost: the share that is zero or subnormal at a loss scale of 1, of the numbers
+        that in float32 are above 2**-40 of the largest one of their parameter. What is
+        0 as it cancelled does not count as lost.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two, as a loss scale, at which at most 1%
         of these numbers are below float16's normal ones.

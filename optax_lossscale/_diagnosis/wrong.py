@@ -1,10 +1,11 @@
 """Which results are wrong, and why: the loss and gradients, or else a value inside.
 
 A result is wrong if it is off from float32 by more than 5%, if it is not finite in
-float32 either, or if it is not in proportion to the loss scale. Two kinds of results are
-not judged. Float32 does not determine a result if it is off from float64 as well, as for
-the gradient of a bias before a normalization, which is nothing but rounding. A result
-that is 0 in float32, and only rounding in 16 bits, compares two things that are equal.
+float32 either, or if it is not in proportion to the loss scale. Two kinds of results
+are not judged. Float32 does not determine a result if it is off from float64 as well,
+as for the gradient of a bias before a normalization, which is nothing but rounding. A
+result that is 0 in float32, and only rounding in 16 bits, compares two things that are
+equal.
 """
 
 import math
