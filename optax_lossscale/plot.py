@@ -5,19 +5,23 @@ The extra `plot` installs matplotlib: `pip install "optax_lossscale[plot]"`.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays import messages, validation
-from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._arrays.precision import is_inexact_leaf
+from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._step.get import resolve
 
 BEFORE = GREY
+"""The colour of gradients before they are scaled."""
+
 AFTER = TEAL
+"""The colour of scaled gradients, and of the loss scale."""
 
 
 def loss_scale(
@@ -54,15 +58,13 @@ def loss_scale(
       'step'
     """
     validation.check_concrete("plot.loss_scale", history)
-    scale = _column(history, "loss_scale")
-    applied = _column(history, "should_apply")
-    if len(scale) != len(applied):
-        _refuse_history(history)
+    scale, applied = _table(history).T
     steps = np.arange(1, len(scale) + 1)
-    skipped = ~applied.astype(bool)
+    skipped = applied == 0
     axes = axes_for(axes, 2.6)
-    look: dict[str, Any] = {"color": AFTER} | style_of(style)
-    [line] = axes.step(steps, scale, where="mid", **look)
+    if "c" not in style:  # matplotlib's other name for it
+        style.setdefault("color", AFTER)
+    [line] = axes.step(steps, scale, where="mid", **style)
     color = line.get_color()  # matplotlib's choice for color=None
     axes.plot(steps[skipped], scale[skipped], "x", color=color, zorder=3)
     axes.set_yscale("log", base=2)
@@ -70,28 +72,24 @@ def loss_scale(
     return axes
 
 
-def _column(history: Any, name: str) -> np.ndarray:
-    """One of the metrics after each step, on the host; shape (steps,)."""
+def _table(history: Any) -> np.ndarray:
+    """The scale after each step, and whether it was applied; shape (steps, 2)."""
+    row = itemgetter("loss_scale", "should_apply")
+    history = jax.device_get(history)
     try:
         if isinstance(history, Mapping):
-            column = history[name]
+            table = np.stack(row(history), axis=-1)
         else:
-            column = [step[name] for step in history]
-    except (KeyError, TypeError, IndexError):
-        _refuse_history(history)
-    numbers = np.array(jax.device_get(column))
-    if numbers.ndim != 1 or not numbers.size:
-        _refuse_history(history)
-    return numbers
-
-
-def _refuse_history(history: Any) -> NoReturn:
-    """Raises the `ValueError` for what is no history of metrics."""
-    messages.refuse(
-        "history",
-        history,
-        "a sequence of what metrics returned after each step, or one dict of them all",
-    )
+            table = np.array([row(step) for step in history])
+    except (KeyError, TypeError, IndexError, ValueError):
+        table = np.zeros(0)
+    if table.ndim != 2 or not table.size:
+        messages.refuse(
+            "history",
+            history,
+            "a sequence of what metrics returned after each step, or one dict of them all",
+        )
+    return table
 
 
 def exponents(
@@ -103,8 +101,8 @@ def exponents(
     """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
     The bins are powers of two. The ranges in which the dtype has only subnormal
-    numbers, zero or infinity are shaded. Gradients that are infinite or NaN are not
-    drawn, but count in the percentages.
+    numbers, zero or infinity are shaded, with the percentage that is 0 in it. Gradients
+    that are infinite or NaN are not drawn, but count in the percentages.
 
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. If they are computed in
@@ -140,7 +138,7 @@ def exponents(
         _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
         _draw_histogram(axes, edges, sizes, label, AFTER)
-    percent_zero = np.sum(sizes == 0) * _percent_of_each(sizes)
+    percent_zero = 100 * np.sum(sizes <= 2.0 ** edges[1]) / max(1, sizes.size)
     names = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
     _shade(axes, edges, names)
     axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
@@ -160,7 +158,7 @@ def _draw_histogram(
     axes.hist(
         np.clip(powers, low, high - 1),  # the outermost bins hold all beyond
         range(low, high + 1),
-        weights=np.full(powers.shape, _percent_of_each(sizes)),
+        weights=np.full(powers.shape, 100 / max(1, sizes.size)),
         histtype="stepfilled",
         color=color,
         alpha=0.5,
@@ -168,16 +166,10 @@ def _draw_histogram(
     )
 
 
-def _percent_of_each(sizes: np.ndarray) -> float:
-    """The percentage of all numbers that one number is."""
-    return 100 / max(1, sizes.size)
-
-
 def _edges(dtype: np.dtype) -> list[int]:
-    """The exponents at which four ranges of a dtype begin, and where the last ends.
+    """Five exponents, between which a dtype is zero, subnormal, normal and infinite.
 
-    They are those of numbers that round to zero, of subnormal and of normal numbers,
-    and of infinity. The outer two are cut off.
+    The first and the last range are cut off there.
     """
     info = jnp.finfo(dtype)
     smallest = info.minexp - info.nmant - 1  # half of the least number, which becomes 0

@@ -128,6 +128,14 @@ def test_exponents_draws_shares_before_and_after_scaling():
     assert texts == ["20.0% are 0", "subnormal", "float16", "inf"]
 
 
+def test_exponents_counts_what_becomes_zero_in_the_dtype():
+    grads = jnp.array([1e-9, 2.0**-25, 2.0**-24, 1.0])
+    texts = [
+        plot.exponents(grads, dtype=d).texts[0] for d in (jnp.float16, jnp.float32)
+    ]
+    assert [text.get_text() for text in texts] == ["50.0% are 0", "0.0% are 0"]
+
+
 def test_exponents_unscales_by_any_number():
     axes = plot.exponents([jnp.full(3, 1010.0)], loss_scale=1000.0)
     before = axes.patches[0].get_path().vertices

@@ -15,10 +15,10 @@ Read the files in this order, which is from the parts to the whole:
 - `equations`, `dtypes`: all equations of a program, and `dtype_report`, which runs none.
 - `wide`, `program`, `pairs`: a program in pieces, and a piece computed in pairs.
 - `value`, `loops`, `devices`, `shadow`: a program run in pairs, and noted.
-- `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
+- `gradient`, `paths`, `scale`, `run`: the gradient, run at 1 and at the scale that fits.
 - `fault`, `cause`, `wrong`: the equation at fault, what it does, and what is wrong.
 - `table`, `choices`: a row for each equation, and what float32 decides otherwise.
-- `page`, `advice`, `picture`, `diagnose`: what is found, said and drawn.
+- `page`, `advice`, `axes`, `picture`, `diagnose`: what is found, said and drawn.
 
 The words that these files share:
 

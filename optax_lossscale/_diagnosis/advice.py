@@ -7,20 +7,17 @@ remarks gives the verdict, and the advice has what to do about each.
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
-from optax_lossscale._diagnosis.page import (
-    Findings,
-    has_wrong_result,
-    scale_that_fits,
-)
-from optax_lossscale._diagnosis.scale import InitialScale, Underflow
+from optax_lossscale._diagnosis.page import Findings
+from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import lines_of, percent
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait
@@ -60,7 +57,8 @@ def _fine(findings: Findings) -> str:
     """The verdict on a model without remarks."""
     if not findings.computes_in:
         return (
-            "Nothing is computed in 16 bits, nor would autocast compute anything in it."
+            "Nothing is computed in 16 bits, nor would autocast compute anything in "
+            "them."
         )
     dtype = findings.computes_in[0]
     if findings.loss_scale is None:
@@ -80,37 +78,64 @@ def _about_what_is_wrong(findings: Findings) -> _Remarks:
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
-    if wrong.is_in_float32:
-        what = "The loss is" if wrong.name == THE_LOSS else "The gradients are"
-        return f"{what} not finite in float32 either, so no loss scale helps"
-    if wrong.name == THE_LOSS:
-        what = f"The loss is {findings.loss:.4g} at any loss scale"
-        if not math.isfinite(
-            findings.loss_in_float32
-        ):  # as a kernel's, which is unknown
-            return what
-        return f"{what}; in float32 it is {findings.loss_in_float32:.4g}"
-    dtypes = " and ".join(map(str, findings.computes_in))
-    give = "give" if len(findings.computes_in) > 1 else "gives"
-    if wrong.name == A_VALUE_INSIDE:
-        inside = f"{dtypes} {give} wrong values inside"
-        if findings.off_by_choices:
-            return inside
-        return f"{inside}, though loss and gradients agree as far as float32 determines them"
-    if findings.initial_scale is None:
-        return "The gradients are not finite at any loss scale, but are in float32"
-    if wrong.how is How.IS_NOT_LINEAR:
-        scale = scale_name(findings.scale)
-        return f"A loss scale of {scale} changes the gradient of {wrong.name} by {wrong.off:.1%}"
-    off = f"that of {wrong.name} is off by {wrong.off:.1%}"
-    return f"{dtypes} {give} wrong gradients: {off}, at the scale that fits best"
+    is_loss = wrong.name == THE_LOSS
+    is_inside = wrong.name == A_VALUE_INSIDE
+    is_known_in_float32 = math.isfinite(findings.loss_in_float32)  # not of a kernel
+    words = _first(
+        (
+            wrong.is_in_float32,
+            "{what} not finite in float32 either, so no loss scale helps",
+        ),
+        (
+            is_loss and is_known_in_float32,
+            "The loss is {found.loss:.4g} at any loss scale; in float32 it is "
+            "{found.loss_in_float32:.4g}",
+        ),
+        (is_loss, "The loss is {found.loss:.4g} at any loss scale"),
+        (
+            is_inside and findings.off_by_choices,
+            "{dtypes} {give} wrong values inside",
+        ),
+        (
+            is_inside,
+            "{dtypes} {give} wrong values inside, though loss and gradients agree as "
+            "far as float32 determines them",
+        ),
+        (
+            findings.initial_scale is None,
+            "The gradients are not finite at any loss scale, but are in float32",
+        ),
+        (
+            wrong.how is How.IS_NOT_LINEAR,
+            "A loss scale of {scale} changes the gradient of {wrong.name} by "
+            "{wrong.off:.1%}",
+        ),
+        (
+            True,
+            "{dtypes} {give} wrong gradients: that of {wrong.name} is off by "
+            "{wrong.off:.1%}, at the scale that fits best",
+        ),
+    )
+    return words.format(
+        found=findings,
+        wrong=wrong,
+        what="The loss is" if is_loss else "The gradients are",
+        scale=scale_name(findings.scale),
+        dtypes=" and ".join(map(str, findings.computes_in)),
+        give="give" if len(findings.computes_in) > 1 else "gives",
+    )
+
+
+def _first(*rules: tuple[Any, str]) -> str:
+    """The words of the first rule whose condition holds."""
+    return next(words for holds, words in rules if holds)
 
 
 _KEEP_FINITE = (
     "Keep the arguments of roots and logarithms above 0, divisors away from 0, indices "
-    "in bounds, exponents small, masks finite (-3e4 instead of -inf), and the batch free "
-    "of NaNs. Use jnp.where before such an operation, not after it, as 0 times infinity "
-    "is NaN."
+    "in bounds, exponents small, masks finite (-3e4 instead of -inf), and the batch "
+    "free of NaNs. Use jnp.where before such an operation, not after it, as 0 times "
+    "infinity is NaN."
 )
 _INNER = (
     "The derivative at {source} is taken inside of the loss function, where no loss "
@@ -138,11 +163,11 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
         "derivative is 0."
     ),
     How.IS_A_KERNEL: (
-        "Give {line} float32, or look into it: no one sees what it computes."
+        "Give {line} float32, or look into it: diagnose cannot see what it computes."
     ),
     How.IS_NOT_LINEAR: (
-        "Have the optimizer clip or normalize gradients, which it gets without the loss "
-        "scale, and not the backward pass at {source}."
+        "Have the optimizer clip or normalize gradients, which it gets without the "
+        "loss scale, and not the backward pass at {source}."
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
@@ -157,19 +182,20 @@ def _remedy(wrong: Wrong) -> str:
     if not products and place.is_any(Trait.PRODUCT):
         products = [place]
     between = lines_of(others)
-    if wrong.is_in_float32:
-        remedy = _KEEP_FINITE
-    elif wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
-        remedy = _INNER
-    elif products and wrong.how not in _WITHOUT_PRODUCTS:
-        remedy = _PRODUCTS + (_BETWEEN if between else "")
-    elif wrong.how is How.STAGNATES and place.is_backward:
-        remedy = _SUM + _BACKWARD_SUM
-    elif between in ("", place.source):
-        remedy = _REMEDIES[wrong.how]
-    else:
-        remedy = _REMEDIES[wrong.how] + _MADE_OF
-    return remedy.format(
+    is_out_of_range = wrong.how in (How.VANISHES, How.OVERFLOWS)
+    can_keep_products = products and wrong.how not in _WITHOUT_PRODUCTS
+    is_backward_sum = wrong.how is How.STAGNATES and place.is_backward
+    remedy = _REMEDIES[wrong.how]
+    words = _first(
+        (wrong.is_in_float32, _KEEP_FINITE),
+        (wrong.is_inner and is_out_of_range, _INNER),
+        (can_keep_products and between, _PRODUCTS + _BETWEEN),
+        (can_keep_products, _PRODUCTS),
+        (is_backward_sum, _SUM + _BACKWARD_SUM),
+        (between in ("", place.source), remedy),
+        (True, remedy + _MADE_OF),
+    )
+    return words.format(
         line=place.line,
         source=place.source,
         lines=lines_of(products),
@@ -181,27 +207,19 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _about_choices(findings: Findings) -> _Remarks:
-    """A remark on choices that float32 makes otherwise, if they matter.
-
-    They do if they change the loss, or a gradient by a fifth. If they change gradients
-    by less, they may be as good as float32's, as where a ReLU is given a number near 0:
-    then many have to differ.
-    """
+    """A remark on choices that float32 makes otherwise, if they change a result."""
     off = findings.off_by_choices
-    if has_wrong_result(findings) or not off:
+    if not off or not findings.choices:
         return
-    worst = max(off, key=off.__getitem__)
-    many_differ = any(choice.decided > TOLERANCE for choice in findings.choices)
     if THE_LOSS in off:
         effect = f"the loss is off by {percent(off[THE_LOSS])}"
-    elif off[worst] > LARGE_SHARE or many_differ:
-        effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     else:
-        return
+        worst = max(off, key=off.__getitem__)
+        effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     yield (
         f"Float32 chooses otherwise at {lines_of(findings.choices)}, and so {effect}.",
-        "Compute what is chosen from there in float32, unless either choice is as good, "
-        "as between numbers that are nearly equal.",
+        "Compute what is chosen from there in float32, unless either choice is as "
+        "good, as between numbers that are nearly equal.",
     )
 
 
@@ -217,9 +235,10 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
     dtype = widened[0].dtype
     share = findings.dtypes.shares[dtype]
     if share > 0.5:
+        how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (
-            f"Hardly anything is computed in 16 bits: {share:.1%} of the "
-            f"multiplications are in {dtype}, to which an operand is widened.",
+            f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications "
+            f"are in {dtype}, to which an operand is widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
             f"{lines_of(widened)}.",
         )
@@ -263,44 +282,40 @@ def _about_the_loss(findings: Findings) -> _Remarks:
 
 def _about_scale(findings: Findings) -> _Remarks:
     """Remarks on the loss scale: whether one is needed, and which."""
-    fits = scale_that_fits(findings)
+    fits = findings.scale_that_fits
     if not fits or (findings.wrong and fits.largest < 1):  # the cause is what is wrong
         return
-    lost = _lost_for_want_of_a_scale(findings)
-    least = 1 if findings.off_without else 0
-    bits = max((group.bits for group in lost), default=least)
+    groups = findings.underflow.values()
+    bits = max(
+        (group.bits for group in groups), default=1 if findings.off_without else 0
+    )
     scale = scale_name(fits.scale)
-    if findings.overflow and any(group.left > TOLERANCE for group in lost):
+    are_left = any(group.left > TOLERANCE for group in groups)
+    if are_left and findings.overflow:
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
         )
-    theirs = findings.loss_scale
-    if theirs is None:
-        if lost or findings.off_without or not findings.is_finite_without:
-            yield _without_a_scale(findings, scale, lost), _wrap(findings, fits, bits)
-    elif not min(2.0**bits, fits.scale) <= theirs <= fits.largest:
-        problem = "overflow" if theirs > fits.largest else "are lost"
+    are_lost_at_1 = groups or findings.off_without
+    yours = findings.loss_scale
+    if yours is None:
+        if are_lost_at_1 or not findings.is_finite_without:
+            yield _without_a_scale(findings, scale), _wrap(findings, fits, bits)
+    elif not min(2.0**bits, fits.scale) <= yours <= fits.largest:
+        problem = "overflow" if yours > fits.largest else "are lost"
         yield (
-            f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
+            f"Gradients {problem} at your loss scale, {scale_name(yours)}.",
             f"Unless it is dynamic, set it to {scale}.",
         )
 
 
-def _lost_for_want_of_a_scale(findings: Findings) -> list[Underflow]:
-    """The groups that underflow, and have a gradient that is right and determined."""
-    wrong_names = {result.name for result in findings.wrong}
-    groups = {without_numbers(name) for name in findings.off if name not in wrong_names}
-    return [group for name, group in findings.underflow.items() if name in groups]
-
-
-def _without_a_scale(findings: Findings, scale: str, lost: Sequence[Underflow]) -> str:
+def _without_a_scale(findings: Findings, scale: str) -> str:
     """What happens to gradients without a loss scale, such as the one that fits."""
     without = f"Without a loss scale of about {scale},"
     if not findings.is_finite_without:
         return f"{without} gradients are not finite."
-    if lost:
+    if findings.underflow:
         name, group = next(iter(findings.underflow.items()))
         of = "" if name == ALL else f" ({name})"
         return (

@@ -1,18 +1,14 @@
 """Why a result is off: the equation at fault, and what it does to the numbers.
 
 `fault` finds the equation whose result is off where its operands are not. What it does
-follows from the figures of its note and of those that it reads. The difference of two
-large numbers that is small, and off by their rounding, *cancels*. A sum of many terms in
-16 bits *stagnates*. Results that became 0 *vanish*.
+follows from the figures of its note and of those that it reads. `How` lists what it may
+do.
 """
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale._diagnosis.fault import at_fault, worst_read
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
@@ -23,30 +19,31 @@ from optax_lossscale._diagnosis.notes import (
     least_infinite,
     least_normal,
 )
+from optax_lossscale._diagnosis.paths import path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
-_ROUNDING = 2.0**-16  # the least error of rounding, relative: less than float16's
-# Numbers lost to 0 do not matter if the mean is this many times the dtype's smallest
-# number.
-_NOTHING = 100
 
 
 class How(enum.StrEnum):
     """What the equation at fault does to the numbers, in the words of the page."""
 
+    # Its result is out of range.
     OVERFLOWS = "overflows"
-    VANISHES = "vanishes"  # its numbers become zero, or too small for their dtype
-    CANCELS = "cancels"  # a small difference of large numbers leaves their rounding
-    STAGNATES = "stagnates"  # a long sum in 16 bits ignores further terms
-    SATURATES = "saturates"  # it is rounded to its function's limit
-    ROUNDS = "rounds"  # its result has too few digits
-    AMPLIFIES = "amplifies"  # its operands have too few digits
-    IS_UNDEFINED = "is undefined"  # as the logarithm of a number rounded below 0
-    IS_A_KERNEL = "is a kernel"  # no one sees what it computes
+    VANISHES = "vanishes"  # to zero, or to where its dtype has hardly any digits
+    SATURATES = "saturates"  # at the limit of its function, as a sigmoid does at 1
+    # It adds.
+    CANCELS = "cancels"  # the sum is small beside its terms: their rounding remains
+    STAGNATES = "stagnates"  # a long sum in 16 bits, which further terms do not change
+    # It is another operation, of operands that are right up to rounding.
+    ROUNDS = "rounds"  # in 16 bits, in which its result needs more digits
+    AMPLIFIES = "amplifies"  # in float32, the rounding of its operands
+    IS_UNDEFINED = "is undefined"  # as the logarithm of what was rounded to below 0
+    # No equation can be blamed.
+    IS_A_KERNEL = "is a kernel"  # of which nothing but the result is seen
     IS_NOT_LINEAR = "is not linear"  # in the loss scale
-    ADDS_UP = "adds up"  # the error of many equations, none of which is at fault
+    ADDS_UP = "adds up"  # a little is added in each of many equations
 
 
 SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
@@ -64,18 +61,42 @@ class Cause(NamedTuple):
 
 
 def cause_of(note: Note) -> Cause:
-    """Why a result is off from float32's."""
+    """Why a result is off from float32's.
+
+    The equation at fault may only have moved numbers, or have a pole where numbers were
+    lost or rounded to a limit. Then the earlier equation that made them so is named.
+    """
     fault = at_fault(note)
     if fault is None:
         return Cause(How.ADDS_UP, note)
-    how, fault = _how(fault)
-    if how not in SENSITIVE:
-        return Cause(how, fault)
-    rounded = tuple(_rounded_before(fault))
+    if fault.stays_narrow:
+        return Cause(How.IS_A_KERNEL, fault)
+    how = _how_not_finite(fault) if fault.bad else _how_off(fault)
+    if how is How.OVERFLOWS:
+        return Cause(how, _computed(fault))
+    if how is How.VANISHES and fault.bad:
+        fault = _first_lost(max(fault.reads, key=lambda read: read.lost))
+        if fault.is_any(Trait.ADDS_TWO):  # which gives 0 only for numbers that cancel
+            how = How.CANCELS
+    made = _computed(fault)
+    limits = all_before([*made.reads, made], _limits_in)
+    saturated = next(filter(_saturates, limits), None)
+    if saturated is not None:
+        return Cause(How.SATURATES, saturated)
+    return _for_want_of_digits(how, made) if how in SENSITIVE else Cause(how, made)
+
+
+def _for_want_of_digits(how: How, note: Note) -> Cause:
+    """The cause if an equation is sensitive to rounding, or to numbers that were lost."""
+    rounded = tuple(
+        earlier
+        for earlier in all_before(note.reads, _rounded_in)
+        if is_narrow_dtype(earlier.dtype) and earlier.is_computed
+    )
     lost = [earlier for earlier in rounded if earlier.lost > LARGE_SHARE]
     if how is How.AMPLIFIES and lost:
         return Cause(How.VANISHES, _first_lost(lost[0]))
-    return Cause(how, fault, rounded)
+    return Cause(how, note, rounded)
 
 
 def cause_in_float32(note: Note) -> Cause:
@@ -84,58 +105,39 @@ def cause_in_float32(note: Note) -> Cause:
     If that is a kernel, which computes in 16 bits all the same, what float32 would give
     is not known.
     """
-    while True:
-        reads = _not_finite(note)
-        nans = [read for read in reads if read.is_reference_nan]
-        if note.is_reference_nan and nans:
-            note = nans[0]
-        elif reads and not (note.is_reference_nan and _is_mask(note)):
-            note = reads[0]
-        else:
-            break
-    if note.stays_narrow:
-        return Cause(How.IS_A_KERNEL, note)
-    how = How.IS_UNDEFINED if note.is_reference_nan else How.OVERFLOWS
-    return Cause(how, note, is_in_float32=True)
+    first = path_from(note, _not_finite_before)[-1]
+    if first.stays_narrow:
+        return Cause(How.IS_A_KERNEL, first)
+    how = How.IS_UNDEFINED if first.is_reference_nan else How.OVERFLOWS
+    return Cause(how, first, is_in_float32=True)
+
+
+def _not_finite_before(note: Note) -> Note | None:
+    """The operand that makes a result not finite in float32, if one does.
+
+    Infinities of a mask do not: where they give NaN, the equation that reads them does.
+    """
+    read = _not_finite(note)
+    if not note.is_reference_nan:
+        return read
+    nans = (read for read in note.reads if read.is_reference_nan)
+    return next(nans, None if _is_mask(note) else read)
+
+
+def _not_finite(note: Note) -> Note | None:
+    """The first operand that is not finite in float32."""
+    return next((read for read in note.reads if not read.is_reference_finite), None)
 
 
 def _is_mask(note: Note) -> bool:
     """Whether the infinities that make a NaN are a mask's, and not the model's own."""
-    while not note.is_any(Trait.PRODUCT):  # masks come after products
-        reads = _not_finite(note)
-        if not reads:
-            return not note.reads or note.is_any(Trait.FILLS)
-        note = reads[0]
-    return False
-
-
-def _not_finite(note: Note) -> list[Note]:
-    """The operands that are not finite in float32."""
-    return [read for read in note.reads if not read.is_reference_finite]
+    path = path_from(note, _not_finite)
+    if any(on_path.is_any(Trait.PRODUCT) for on_path in path):
+        return False  # masks come after products
+    return not path[-1].reads or path[-1].is_any(Trait.FILLS)
 
 
 # --- what the equation at fault does ---
-
-
-def _how(note: Note) -> tuple[How, Note]:
-    """What is wrong at the equation at fault, with the note of what makes it so.
-
-    That is an earlier equation if it made the numbers that this one only moves, lost
-    those that this one needs, or rounded them to a limit.
-    """
-    if note.stays_narrow:
-        return How.IS_A_KERNEL, note
-    how = _how_not_finite(note) if note.bad else _how_off(note)
-    if note.bad and how is How.VANISHES:
-        note = _first_lost(max(note.reads, key=lambda read: read.lost))
-    made = _computed(note)
-    if how is How.OVERFLOWS:
-        return how, made
-    may_saturate = [made, *made.reads] if how is How.VANISHES else made.reads
-    for candidate in may_saturate:
-        if _saturates(candidate):
-            return How.SATURATES, candidate
-    return how, made
 
 
 def _how_not_finite(note: Note) -> How:
@@ -154,29 +156,23 @@ def _how_not_finite(note: Note) -> How:
 
 def _how_off(note: Note) -> How:
     """What an equation does whose result is off, but finite."""
-    dtype = _computed(note).dtype
     if _cancels(note):
         return How.CANCELS
-    if is_narrow_dtype(dtype) and _vanishes(note, dtype):
+    dtype = _computed(note).dtype
+    is_narrow = is_narrow_dtype(dtype)
+    if is_narrow and 0 < note.typical < least_normal(dtype):
         return How.VANISHES
-    is_sum_of_many = is_narrow_dtype(dtype) and note.is_any(Trait.ADDS_MANY)
+    if not is_narrow:
+        return How.AMPLIFIES
     is_sum_of_rounds = note.rounds and note.is_any(SUMS)
-    if is_sum_of_many or is_sum_of_rounds:
-        return How.STAGNATES
-    return How.ROUNDS if is_narrow_dtype(dtype) else How.AMPLIFIES
+    is_long_sum = is_sum_of_rounds or note.is_any(Trait.ADDS_MANY)
+    return How.STAGNATES if is_long_sum else How.ROUNDS
 
 
 def _cancels(note: Note) -> bool:
-    """Whether a result is a sum that is small beside its terms, and off by their rounding.
-
-    A sum of which most terms are 0 is small as well. It does not cancel: its error is
-    far below the rounding of large terms.
-    """
-    if not note.is_any(SUMS | Trait.PRODUCT):
-        return False
-    terms = _size_of_terms(note)
-    rounding = note.distance / math.sqrt(note.count)
-    return note.typical < _SMALL * terms and rounding > _ROUNDING * terms
+    """Whether a result is a sum that is small beside its terms."""
+    is_sum = note.is_any(SUMS | Trait.PRODUCT)
+    return is_sum and note.typical < _SMALL * _size_of_terms(note)
 
 
 def _size_of_terms(note: Note) -> float:
@@ -184,17 +180,6 @@ def _size_of_terms(note: Note) -> float:
     sizes = [read.typical for read in note.reads if read.typical]
     size = math.prod(sizes) if note.is_any(Trait.PRODUCT) else max(sizes, default=0.0)
     return size * math.sqrt(note.place.terms)
-
-
-def _vanishes(note: Note, dtype: np.dtype) -> bool:
-    """Whether numbers were lost, or are too small for their dtype, and matter."""
-    tiny = least_normal(dtype)
-    least = tiny * float(jnp.finfo(dtype).eps)
-    # The mean of the absolute values is at least this.
-    mean = note.typical / math.sqrt(note.count)
-    is_too_small = 0 < note.typical < tiny
-    are_lost = note.lost > LARGE_SHARE and mean < _NOTHING * least
-    return is_too_small or are_lost
 
 
 def _saturates(note: Note) -> bool:
@@ -206,16 +191,23 @@ def _saturates(note: Note) -> bool:
 # --- the notes before it ---
 
 
+def _limits_in(note: Note) -> Sequence[Note]:
+    """The operands whose 1 or -1 a result may have; that of a sum or product is its own."""
+    if note.is_any(SUMS | Trait.PRODUCT):
+        return ()
+    return [read for read in note.reads if read.at_limit]
+
+
 def _computed(note: Note) -> Note:
     """The note of the equation that computed the numbers that others moved or chose.
 
-    One that moves them into 16 bits, as a cast does, computes them.
+    One that casts them to a dtype of 16 bits or fewer computes them.
     """
     while note.is_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         read = worst_read(note)
         if read is None or read.is_argument:
             break
-        if is_narrow_dtype(note.dtype) and not is_narrow_dtype(read.dtype):
+        if is_narrow_dtype(note.dtype) and note.dtype != read.dtype:
             break
         note = read
     return note
@@ -228,13 +220,6 @@ def _first_lost(note: Note) -> Note:
         if not lost:
             return note
         note = lost[0]
-
-
-def _rounded_before(note: Note) -> Iterator[Note]:
-    """The nearest products in 16 bits before a result, and what is narrow since."""
-    for earlier in all_before(note.reads, _rounded_in):
-        if is_narrow_dtype(earlier.dtype) and earlier.is_computed:
-            yield earlier
 
 
 def _rounded_in(note: Note) -> Sequence[Note]:

@@ -5,7 +5,7 @@ report with what follows from these runs: what is off and why (`wrong`, `choices
 which loss scale fits (`scale`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.page import Diagnosis, Findings
 from optax_lossscale._diagnosis.run import Runs, runs_of
-from optax_lossscale._diagnosis.scale import Underflow, underflow
+from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
 from optax_lossscale._step.get import get_loss_scale
@@ -48,7 +48,8 @@ def diagnose(
     diagnosed as `autocast` runs it.
 
     Float32 makes the same choices as the program, such as indices and branches. If it
-    would make others, it is run with its own choices as well. Constants are as they
+    would make others, or if anything is off, the gradient is also run in float32 with
+    its own choices, beside float64. Constants are as they
     were rounded when the program was traced: 0.999 is 1 in bfloat16.
 
     A run that takes long prints a line of progress to stderr every 10 seconds or so.
@@ -74,8 +75,10 @@ def diagnose(
 
     Raises:
       TypeError: if `loss_fn` is not a function, returns no real floating-point scalar,
-        or makes a `jax.Ref`; if an argument is a traced array, as inside of `jit`, or a
+        or makes a `jax.Ref`; if a keyword argument of it is named `has_aux` or
+        `opt_state`; if an argument is a traced array, as inside of `jit`, or a
         `jax.ShapeDtypeStruct`.
+      ValueError: if `opt_state` holds more than one loss scale.
 
     Example:
       >>> import jax.numpy as jnp
@@ -127,11 +130,12 @@ def _findings(
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
+    may_scale = runs.fit.scale is not None and np.float16 in dtypes
     has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
-    by_choices = off_by_choices(runs, off)
-    # Where results are wrong, they are off for that reason.
-    choices = choices_of(run, {} if wrong_results else by_choices)
+    right = off.keys() - {result.name for result in wrong_results}
+    # Beside a result that is wrong, it would not be known what choices change.
+    by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
@@ -144,13 +148,13 @@ def _findings(
         wrong=tuple(wrong_results or wrong_inside(runs, dtypes)),
         off=off,
         off_by_choices=by_choices,
-        choices=tuple(choices),
+        choices=tuple(choices_of(run, by_choices)),
         initial_scale=runs.fit.scale,
         overflow=overflow.row if overflow else None,
         has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite,
-        off_without=_off_without(runs, off),
-        underflow=_underflow(gradient, runs, off),
+        off_without=_off_without(runs, right),
+        underflow=underflow(runs.at_1.grads, run.grads, right) if may_scale else {},
         not_compared=runs.not_compared,
         table=table_of(run.notes),
     )
@@ -164,19 +168,10 @@ def _loss_in_float32(runs: Runs) -> float:
     return float(loss)
 
 
-def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
+def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
     """How far gradients are off without a loss scale, of those that are right with one."""
     return {
         name: value.note.error
         for name, value in runs.at_1.grads.items()
-        if value.note and off.get(name, 1.0) <= TOLERANCE < value.note.error
+        if name in right and value.note and value.note.error > TOLERANCE
     }
-
-
-def _underflow(
-    gradient: Gradient, runs: Runs, off: Mapping[str, float]
-) -> dict[str, Underflow]:
-    """How many gradients underflow, if float16 computes any and a loss scale fits."""
-    if runs.fit.scale is None or np.float16 not in gradient.narrow_dtypes:
-        return {}
-    return underflow(runs.at_1.grads, runs.fitting.grads, determined=off)

@@ -1,43 +1,40 @@
 """Which equation is at fault for a result that is off from float32.
 
 From the note of the result, a path goes back along the operand that is off the most,
-until this operand is off by no more than rounding. The equation of the path in which
-the error grows most is at fault, if the error grows by much in it. For `log(a - b)`,
-where `a` and `b` are rounded to float16 and nearly equal, the path is the logarithm and
-the difference. The error jumps in the difference, so the difference is at fault.
+until this operand is off by no more than rounding. The first value of the program on
+this path that is off by more than 5% is where to look: if it is not finite, its
+equation is at fault. Otherwise it is the equation, among this one and those before, in
+which the error grows most, if it grows by much. For `log(a - b)`, where `a` and `b` are
+rounded to float16 and nearly equal, the path is the logarithm and the difference. The
+error jumps in the difference, so the difference is at fault.
 """
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import SUMS, Note
+from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._programs.operations import Trait
-from optax_lossscale._programs.values import HALVES
+from optax_lossscale._programs.values import is_narrow_dtype
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
-_RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
+_ROUNDING = 2.0**-8  # the largest error that one rounding to bfloat16 makes
+_MANY_ROUNDS = 8  # in which an error has to grow for its equation to be at fault
 
 
 def at_fault(note: Note) -> Note | None:
     """The note of the equation in which an error grows, or None if it grows in many.
 
-    An equation whose operands are wrong already is not at fault, however much worse its
+    An equation whose operands are off already is not at fault, however much worse its
     result is.
     """
-    path = _path(note)
-    bad = [n for n, on_path in enumerate(path) if on_path.bad]
-    if not bad:
-        off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
-        first_off = off[-1] if off else 0
-        return _where_it_grows(path[first_off:])
-    first_bad = bad[-1]
-    made_of = path[first_bad + 1 :]
-    return _where_it_grows(made_of) if made_of else path[first_bad]
+    path = path_from(note, _off_before)
+    off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
+    first_off = off[-1] if off else 0  # the first in the program, as a path goes back
+    path = path[first_off:]
+    return path[0] if path[0].bad else _where_it_grows(path)
 
 
 def worst_read(note: Note) -> Note | None:
@@ -51,45 +48,27 @@ def worst_read(note: Note) -> Note | None:
     return max(note.reads, key=lambda read: (read.error, read.nan), default=None)
 
 
-def _path(note: Note) -> list[Note]:
-    """The notes from a result back, each of the worst operand before, while it is off."""
-    path = [note]
-    while True:
-        worst = worst_read(path[-1])
-        floor = TOLERANCE if path[-1].bad else _rounding(path)
-        if worst is None or worst.error <= floor:
-            return path
-        path.append(worst)
-
-
-def _rounding(path: Sequence[Note]) -> float:
-    """The error up to which a number counts as merely rounded to 16 bits."""
-    halves = (note.dtype for note in reversed(path) if note.dtype in HALVES)
-    dtype = next(halves, jnp.float16)
-    return 2 * float(jnp.finfo(dtype).eps)
+def _off_before(note: Note) -> Note | None:
+    """The worst operand, if it is off by more than rounding, or made a result bad."""
+    worst = worst_read(note)
+    floor = TOLERANCE if note.bad else _ROUNDING
+    return worst if worst and worst.error > floor else None
 
 
 def _where_it_grows(path: Sequence[Note]) -> Note | None:
     """The note of the equation in which an error grows, at once or over many rounds."""
-    return _jump(path) or _running_sum(path)
-
-
-def _jump(path: Sequence[Note]) -> Note | None:
-    """The note of the equation in which an error grows most, if by `_JUMP` or more."""
-    rounding = _rounding(path)
     # An error above 100% counts as 100%: 1/256 in the place of 1/5000 is off by 1800%.
-    errors = [min(note.error, 1.0) for note in path]
-    made_of = [max(error, rounding) for error in [*errors[1:], rounding]]
-    growth = list(map(operator.truediv, errors, made_of))
-    most = max(growth)
-    return path[growth.index(most)] if most >= _JUMP else None
+    errors = [max(min(note.error, 1.0), _ROUNDING) for note in path]
+    return jump(path, [*errors, _ROUNDING], _JUMP) or _in_many_rounds(path)
 
 
-def _running_sum(path: Sequence[Note]) -> Note | None:
-    """The note of a sum in which an error grows a little in each of many rounds."""
-    rounds = Counter(note.place for note in path if note.rounds)
-    for place, count in rounds.most_common(1):
-        sums = [note for note in path if note.place is place and note.is_any(SUMS)]
-        if count >= _RUNNING and sums:
-            return sums[0]
-    return None
+def _in_many_rounds(path: Sequence[Note]) -> Note | None:
+    """The note of an equation in which an error grows a little in each of many rounds.
+
+    It is the one that rounds to 16 bits, a sum if it can be.
+    """
+    counts = Counter(note.place for note in path if note.rounds)
+    often = [note for note in path if counts[note.place] >= _MANY_ROUNDS]
+    narrow = [note for note in often if is_narrow_dtype(note.dtype)] or often
+    sums = [note for note in narrow if note.is_any(SUMS)]
+    return next(iter(sums or narrow), None)

@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
 `diagnose` fills `Findings` from the runs. A `Diagnosis` has these fields, and further
-the verdict and what to do, which `advice` words. Printed, it is the page: sentences about
-dtypes, the verdict and the loss scale, tables of what is wrong and what underflows, and
-the advice.
+the verdict and what to do, which `advice` words. Printed, it is the page: sentences
+about dtypes, the verdict and the loss scale, tables of what is wrong and what
+underflows, and the advice.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
@@ -49,6 +49,12 @@ class Findings:
     not_compared: tuple[tuple[str, str], ...]
     table: Table
 
+    @property
+    def scale_that_fits(self) -> InitialScale | None:
+        """The loss scale that fits, if the model computes in float16; else None."""
+        is_scaled = np.float16 in self.computes_in and self.has_gradients
+        return self.initial_scale if is_scaled else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis(Findings):
@@ -67,17 +73,18 @@ class Diagnosis(Findings):
       scale: the loss scale at which the gradients were compared.
       loss_scale: the one in the optimizer's state. It is None if no state was given, or
         one without a loss scale.
-      wrong: the loss and gradients that are off by more than 5%, and why, the loss first
-        and then the worst gradient. If there are none, the first value inside that has
-        a fifth of its numbers off by so much.
-      off: how far the loss and each gradient are from float32's, relative to those. What
-        float32 does not determine, as float64 shows, is left out, such as the gradient
-        of a bias before a normalization.
+      wrong: the loss and gradients that are off by more than 5%, and why, the loss
+        first and then the worst gradient. If there are none, the first value inside
+        that has a fifth of its numbers off by so much.
+      off: how far the loss and each gradient are from float32's, relative to those.
+        What float32 does not determine, as float64 shows, is left out, such as the
+        gradient of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
-        own choices, such as indices, masks and branches, where that is more than 5%. In
-        all other fields, float32 makes the choices of the program.
+        own choices, such as indices, masks and branches, where that is more than 5%. It
+        is empty if any is wrong by the choices of the program, which float32 makes in
+        all other fields.
       choices: where float32 would have chosen other indices, masks, branches or
-        numbers of rounds.
+        numbers of rounds: of each line, what differs most.
       initial_scale: the scale that fits. It is None if gradients are finite at none, or
         if the loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
@@ -85,9 +92,9 @@ class Diagnosis(Findings):
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale: those that are off by
         more than 5%, and are right at `scale`.
-      underflow: how many gradients underflow, by the path of parameters without its
-        numbers. The group "all" comes first, and then the one that loses most. Groups
-        that lose 1% or less are left out.
+      underflow: how many of the gradients that are not wrong underflow, by the path of
+        parameters without its numbers. The group "all" comes first, and then the one
+        that loses most. Groups that lose 1% or less are left out.
       not_compared: operations that have no float32 version, each with its line: those
         that run in 16 bits only, such as kernels, and callbacks that run once.
       table: a row for each result that is computed.
@@ -116,13 +123,23 @@ class Diagnosis(Findings):
             *self._not_compared(),
             *self._scales(),
         ]
-        remedies = [f"- {remedy}" for remedy in self.advice]
+        scale = scale_name(self.scale)
+        wrong = [
+            (f"  {result.name}", percent(result.off), result.because)
+            for result in self.wrong
+        ]
+        underflow = [
+            (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
+            for name, group in self.underflow.items()
+        ]
         lines = [
             *map(wrapped, sentences),
-            *_section(("Wrong:", "off by", "because"), [*map(_cells, self.wrong)]),
-            *self._underflow(),
+            *_section(("Wrong:", "off by", "because"), wrong),
+            *_section(
+                ("Underflow:", "lost at 1", f"at {scale}", "bits needed"), underflow
+            ),
             "What to do:",
-            *map(wrapped, remedies),
+            *(wrapped(f"- {remedy}") for remedy in self.advice),
         ]
         return "\n".join(lines)
 
@@ -152,20 +169,17 @@ class Diagnosis(Findings):
 
     def _chosen(self) -> Iterator[str]:
         """Sentences about choices that float32 would have made otherwise."""
-        by_line: dict[str, Note] = {}
-        for choice in self.choices:
-            by_line.setdefault(str(choice), choice)
-        for line, choice in list(by_line.items())[:_SHOWN]:
+        for choice in self.choices[:_SHOWN]:
             yield (
-                f"Chosen otherwise than in float32: {choice.decided:.1%} of {choice.count}, "
-                f"in {line}."
+                f"Chosen otherwise than in float32: {choice.decided:.1%} of "
+                f"{choice.count}, in {choice}."
             )
-        if self.off_by_choices and not has_wrong_result(self):
+        if self.off_by_choices:
             names = some(list(self.off_by_choices))
             most = percent(max(self.off_by_choices.values()))
             yield (
-                f"Off from float32 with its own choices, such as masks: {names}, at most "
-                f"by {most}."
+                f"Off from float32 with its own choices, such as masks: {names}, at "
+                f"most by {most}."
             )
 
     def _not_compared(self) -> Iterator[str]:
@@ -181,44 +195,18 @@ class Diagnosis(Findings):
 
     def _scales(self) -> Iterator[str]:
         """Sentences about the loss scale that fits, and the first overflow."""
-        fits = scale_that_fits(self)
+        fits = self.scale_that_fits
         if fits is None:
             return
-        theirs = ""
+        yours = ""
         if self.loss_scale is not None:
-            theirs = f"yours is {scale_name(self.loss_scale)}. What fits: "
-        yield f"Loss scale: {theirs}{fits}."
+            yours = f"yours is {scale_name(self.loss_scale)}. What fits: "
+        yield f"Loss scale: {yours}{fits}."
         if self.overflow:
             yield (
                 f"Overflow: from {scale_name(2 * fits.largest)} on, first in "
                 f"{self.overflow}."
             )
-
-    def _underflow(self) -> list[str]:
-        """The table of the shares of gradients that groups of parameters lose."""
-        scale = scale_name(self.scale)
-        title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
-        rows = [
-            (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
-            for name, group in self.underflow.items()
-        ]
-        return _section(title, rows)
-
-
-def scale_that_fits(findings: Findings) -> InitialScale | None:
-    """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in findings.computes_in and findings.has_gradients
-    return findings.initial_scale if is_scaled else None
-
-
-def has_wrong_result(findings: Findings) -> bool:
-    """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(result.name != A_VALUE_INSIDE for result in findings.wrong)
-
-
-def _cells(wrong: Wrong) -> tuple[str, str, str]:
-    """The row of a result that is wrong."""
-    return f"  {wrong.name}", percent(wrong.off), wrong.because
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for
+from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import least_infinite
 from optax_lossscale._diagnosis.table import Table
@@ -25,7 +25,7 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     for label, color, which in (
         ("16 bits", TEAL, is_narrow),
         ("wider", GREY, ~is_narrow),
-        ("off by more than 5%", _RED, is_off),
+        (f"off by more than {TOLERANCE:.0%}", _RED, is_off),
     ):
         axes.plot(places[which], largest[which], ".", color=color, label=label)
     backward = [place for place in places if rows[place].is_backward]

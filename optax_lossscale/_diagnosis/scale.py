@@ -1,9 +1,9 @@
 """Which loss scale fits, and how many gradients underflow without it.
 
-A backward pass is linear in the loss scale, so that the magnitudes of one run tell at
-which scale each of its results overflows: if the largest number in a run at scale 1 is
-2**6, float16 overflows at a scale of 2**10. The largest scale is then 2**9, and the one
-that fits is `MARGIN` bits below that.
+Where a backward pass is linear in the loss scale, as nearly all are, the magnitudes of
+one run tell at which scale each of its results overflows: if the largest number in a
+run at scale 1 is 2**6, float16 overflows at a scale of 2**10. The largest scale is then
+2**9, and the one that fits is `MARGIN` bits below that.
 """
 
 import math
@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.notes import ALL, Note, least_infinite, least_normal
+from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._diagnosis.value import Value
 
 # The exponent of the largest scale. A larger one has a reciprocal that is subnormal in
@@ -24,7 +25,7 @@ from optax_lossscale._diagnosis.value import Value
 HIGHEST = 126
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
-# An equation that enlarges numbers by more than this is at fault for their size.
+# An equation that enlarges numbers by this factor or more is at fault for their size.
 _ENLARGED = 2.0**10
 _SMALLEST = 2.0**-149  # the smallest number of float32
 # The smallest float16 relative to the largest: no scale keeps smaller gradients as well
@@ -51,19 +52,20 @@ class InitialScale(NamedTuple):
         scale = scale_name(self.scale)
         if self.largest == 2.0**HIGHEST:
             return f"{scale}, as nothing overflows up to 2**{HIGHEST}"
-        return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
+        bits = f"{self.spare_bits:.0f} bits"
+        return f"{scale}, with {bits} to spare before gradients overflow"
 
 
 class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, of the numbers that
-        in float32 are above 2**-40 of the largest one of their parameter. What is 0 as
-        it cancelled does not count as lost.
+      lost: the share that is zero or subnormal at a loss scale of 1, of the numbers
+        that in float32 are above 2**-40 of the largest one of their parameter. What is
+        0 as it cancelled does not count as lost.
       left: the same share at the scale that fits.
-      bits: the exponent of the least power of two, as a loss scale, at which next to
-        none of these numbers is below float16's normal ones.
+      bits: the exponent of the least power of two, as a loss scale, at which at most 1%
+        of these numbers are below float16's normal ones.
     """
 
     lost: float
@@ -80,42 +82,37 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
       notes: the notes of a run.
       scale: the loss scale of that run.
     """
-    room = {}  # of each result, the bits up to an overflow
+    overflows_at = {}  # of each result, the exponent of a scale
     for note in notes:
         is_real = jnp.issubdtype(note.dtype, jnp.floating)
         if note.is_backward and note.largest and is_real:
-            room[note] = math.log2(least_infinite(note.dtype) / note.largest)
-    first = min(room, key=room.__getitem__, default=None)
-    if first is None:
+            room = math.log2(least_infinite(note.dtype) / note.largest)
+            overflows_at[note] = room + math.log2(scale)
+    first = min(overflows_at, key=overflows_at.__getitem__, default=None)
+    if first is None or overflows_at[first] > HIGHEST:
         return HIGHEST + 1, None
-    exponent = math.ceil(room[first] + math.log2(scale))
-    if exponent > HIGHEST:
-        return HIGHEST + 1, None
-    return exponent, _made_large(first)
+    return math.ceil(overflows_at[first]), _made_large(first)
 
 
 def _made_large(note: Note) -> Note:
     """The note of the equation that enlarged the numbers of a backward pass most.
 
     It is `note`, or one of those that `note` goes back to. If none of the equations
-    enlarged numbers by more than `_ENLARGED`, it is `note`.
+    enlarged numbers by `_ENLARGED` or more, it is `note`.
     """
-    at = note
-    largest_jump = _ENLARGED
-    while True:
-        reads = [read for read in note.reads if read.is_backward]
-        if not reads or reads[0].is_argument:  # the seed
-            return at
-        before = max(reads, key=lambda read: read.largest)
-        jump = note.largest / max(before.largest, _SMALLEST)
-        if jump > largest_jump:
-            largest_jump = jump
-            at = note
-        note = before
+    path = path_from(note, _largest_before)
+    sizes = [max(on_path.largest, _SMALLEST) for on_path in path]
+    return jump(path, sizes, _ENLARGED) or note
+
+
+def _largest_before(note: Note) -> Note | None:
+    """The largest of the backward pass that a note reads, but not the seed."""
+    reads = [read for read in note.reads if read.is_backward and not read.is_argument]
+    return max(reads, key=lambda read: read.largest, default=None)
 
 
 def underflow(
-    at_1: Mapping[str, Value], fitting: Mapping[str, Value], determined: Container[str]
+    at_1: Mapping[str, Value], fitting: Mapping[str, Value], right: Container[str]
 ) -> dict[str, Underflow]:
     """The underflow of each group of parameters that loses a notable share.
 
@@ -125,11 +122,11 @@ def underflow(
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
       fitting: the gradients of a run at the scale that fits.
-      determined: the names of the gradients that float32 determines.
+      right: the names of the gradients that float32 determines and that are right.
     """
     groups: dict[str, list[_Numbers]] = defaultdict(list)
     for name, value in at_1.items():
-        if name in determined:
+        if name in right:
             numbers = _numbers(value, fitting[name])
             groups[ALL].append(numbers)
             groups[without_numbers(name)].append(numbers)
@@ -165,12 +162,10 @@ def _numbers(at_1: Value, fitting: Value) -> _Numbers:
 
 def _underflow(group: Sequence[_Numbers]) -> Underflow:
     """The underflow of the numbers of several gradients."""
-    sizes = np.concatenate([numbers.sizes for numbers in group])
-    n_lost = sum(np.count_nonzero(numbers.are_lost) for numbers in group)
-    n_left = sum(np.count_nonzero(numbers.are_left) for numbers in group)
-    count = max(sizes.size, 1)
-    bits = _bits(sizes) if sizes.size else 0
-    return Underflow(n_lost / count, n_left / count, bits)
+    sizes, are_lost, are_left = map(np.concatenate, zip(*group, strict=True))
+    if not sizes.size:
+        return Underflow(0.0, 0.0, 0)
+    return Underflow(float(are_lost.mean()), float(are_left.mean()), _bits(sizes))
 
 
 def _sizes(x: ArrayLike) -> np.ndarray:
@@ -187,7 +182,7 @@ def _is_gone(value: Value) -> np.ndarray:
 
 
 def _bits(sizes: np.ndarray) -> int:
-    """The exponent of the least loss scale that loses next to none of these numbers."""
+    """The exponent of the least loss scale that loses at most 1% of these numbers."""
     _, exponents = np.frexp(sizes / np.float32(least_normal(np.float16)))
     bits = np.quantile(1 - exponents, 1 - NOTABLE, method="inverted_cdf")
     return int(np.clip(bits, 0, HIGHEST))

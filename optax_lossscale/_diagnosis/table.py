@@ -6,7 +6,7 @@ in which it is off the most.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from optax_lossscale._diagnosis.notes import Note, Place
@@ -18,7 +18,9 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 class Table(NamedTuple):
     """A row for each computed result of the gradient, in the program's order.
 
-    Print it for the table.
+    Print it for the table. Of each row, `before` is how far the worst operand is off,
+    `off` how far the result is, `lost` the share of it that became 0, and `largest` its
+    largest number.
 
     Attributes:
       rows: in a loop, the round in which the equation is off the most, but with the
@@ -33,20 +35,15 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
+    all_rounds: dict[tuple[Place, int], list[Note]] = defaultdict(list)
+    for note in notes:
+        all_rounds[note.place, note.position].append(note)
     rows = []
-    for rounds in rounds_of(notes):
+    for rounds in all_rounds.values():
         worst = max(rounds, key=lambda note: note.error)
         largest = max(note.largest for note in rounds)
         rows.append(dataclasses.replace(worst.row, largest=largest))
     return Table(tuple(rows))
-
-
-def rounds_of(notes: Sequence[Note]) -> Iterable[list[Note]]:
-    """For each result of an equation, its notes of all rounds."""
-    groups: dict[tuple[Place, int], list[Note]] = defaultdict(list)
-    for note in notes:
-        groups[note.place, note.position].append(note)
-    return groups.values()
 
 
 def _cells(row: Note) -> tuple[str, ...]:

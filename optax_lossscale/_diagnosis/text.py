@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_NAMED = 3  # the names of a list
+_NAMED = 3  # how many names of a list are shown
 
 
 def wrapped(paragraph: str) -> str:
@@ -27,7 +27,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def lines_of(operations: Iterable[Any]) -> str:
-    """The first lines of source code of operations, each once."""
+    """The source lines of operations, each once, of which the first are shown."""
     return some(list(dict.fromkeys(operation.source for operation in operations)))
 
 

@@ -1,8 +1,11 @@
 """Which results are wrong, and why: the loss and gradients, or else a value inside.
 
-A result is wrong if it is off from float32 by more than 5%, unless float32 does not
-determine it: that is, float32 is off from float64 as well, as for the gradient of a
-bias before a normalization, which is nothing but rounding.
+A result is wrong if it is off from float32 by more than 5%, if it is not finite in
+float32 either, or if it is not in proportion to the loss scale. Two kinds of results
+are not judged. Float32 does not determine a result if it is off from float64 as well,
+as for the gradient of a bias before a normalization, which is nothing but rounding. A
+result that is 0 in float32, and only rounding in 16 bits, compares two things that are
+equal.
 """
 
 import math
@@ -72,8 +75,9 @@ class Wrong(NamedTuple):
 def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """How far the loss and gradients are off, by name, and which of them are wrong.
 
-    A result that float32 does not determine is in neither. Of those that are wrong, the
-    loss comes first, and then the gradient that is off the most.
+    How far a result is off is left out if the result is not judged, and if it is not
+    finite in float32. Of those that are wrong, the loss comes first, and then the
+    gradient that is off the most.
     """
     run = runs.fitting
     off = {}
@@ -86,7 +90,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
         elif not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
             wrong.append(_entry(name, math.inf, cause, run))
-        elif _can_be_judged(runs, name, note):
+        elif _determines(_in_float32(runs, name), note):
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
@@ -165,11 +169,9 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     return cause_in_float32(note)
 
 
-def _can_be_judged(runs: Runs, name: str, note: Note) -> bool:
-    """Whether the loss or a gradient is bad, or float32 determines it."""
-    if note.bad or not runs.in_float32:
-        return True
-    return _determines(runs.in_float32.results[name].note, note)
+def _in_float32(runs: Runs, name: str) -> Note | None:
+    """The note of the loss or a gradient in float32, if the program ran in it."""
+    return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
 def _determines(in_float32: Note | None, note: Note) -> bool:
@@ -182,8 +184,10 @@ def _determines(in_float32: Note | None, note: Note) -> bool:
       in_float32: the note of the value in float32 beside float64, if there is one.
       note: its note in 16 bits beside float32.
     """
+    if note.bad or in_float32 is None:
+        return True
     far_less = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
-    return in_float32 is None or in_float32.error <= max(TOLERANCE, far_less)
+    return in_float32.error <= max(TOLERANCE, far_less)
 
 
 def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
@@ -195,11 +199,12 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
     if off <= TOLERANCE:
         return note.error, None
     at_1 = runs.at_1.by_result
-    for computed in run.notes:
-        beside = at_1.get(computed.result)
-        if _out_of_proportion(beside, computed, run.scale) > TOLERANCE:
-            return off, Cause(How.IS_NOT_LINEAR, computed)
-    return off, Cause(How.IS_NOT_LINEAR, note)
+    not_linear = (
+        earlier
+        for earlier in run.notes
+        if _out_of_proportion(at_1.get(earlier.result), earlier, run.scale) > TOLERANCE
+    )
+    return off, Cause(How.IS_NOT_LINEAR, next(not_linear, note))
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
@@ -220,15 +225,14 @@ def _spread(runs: Runs) -> list[Note]:
     run = runs.fitting
     used = set(all_before(notes_of([*run.results.values(), *run.aux])))
     in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
-    spread = []
-    for note in run.notes:
-        if note not in used or note.is_backward or note.off_share <= LARGE_SHARE:
-            continue
-        beside = in_float32.get(note.result)
-        is_right = beside is not None and beside.off_share <= LARGE_SHARE
-        if is_right or _determines(beside, note):
-            spread.append(note)
-    return spread
+    return [
+        note
+        for note in run.notes
+        if note in used
+        and not note.is_backward
+        and note.off_share > LARGE_SHARE
+        and _determines(in_float32.get(note.result), note)
+    ]
 
 
 def _if_moved(note: Note) -> Sequence[Note]:

@@ -13,7 +13,7 @@ from jax.experimental import io_callback, pallas
 
 import optax_lossscale as ols
 
-F16, F32 = jnp.float16, jnp.float32
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 FREQUENCIES = np.linspace(5.0, 7.77, 8, dtype=np.float16)
 POSITIONS = jnp.arange(1024.0, 1040.0)
 
@@ -163,6 +163,23 @@ def test_a_shard_map_may_be_inside_of_another():
     assert any(row.rounds for row in found.table.rows)
 
 
+def test_gradients_in_float64_alone_do_not_overflow():
+    with jax.enable_x64(True):
+        found = ols.diagnose(lambda w: jnp.sum(w**2), jnp.ones(3, np.float64))
+    assert found.overflow is None
+    assert found.verdict.startswith("Nothing is computed in 16 bits")
+
+
+def test_what_is_mostly_in_float32_is_not_said_to_be_hardly_in_16_bits():
+    def loss_fn(params, x):
+        y = jnp.tanh(x.astype(F16) @ params["a"].astype(F16))
+        return square(y @ params["b"])
+
+    params = {"a": jnp.eye(32), "b": jnp.eye(32)}
+    found = ols.diagnose(loss_fn, params, jnp.full((8, 32), 0.1))
+    assert found.verdict.startswith("Less than half is computed in 16 bits: 60.0% of")
+
+
 def test_a_difference_of_equal_numbers_is_no_underflow():
     def loss_fn(w, target):
         apart = w.astype(F16) - target.astype(F16)
@@ -206,6 +223,71 @@ def test_a_sigmoid_at_both_limits_saturates():
     found = ols.diagnose(loss_fn, jnp.ones(()), jnp.linspace(-20, 9, 64))
     assert found.wrong[0].how == "saturates"
     assert line_of(loss_fn, 1) in found.verdict
+
+
+PASSED_ON = {
+    "clipped": lambda y: jnp.clip(y, 1e-7, 1 - 1e-7),
+    "widened and squared": lambda y: y.astype(F32) ** 2,
+    "squared": lambda y: y * y,
+}
+
+
+@pytest.mark.parametrize("pass_on", PASSED_ON.values(), ids=PASSED_ON)
+def test_a_limit_that_is_passed_on_is_that_of_the_function_that_has_it(pass_on):
+    def loss_fn(w, x):
+        y = jnp.tanh(x.astype(F16) * w.astype(F16))
+        return -jnp.mean(jnp.log(1 - pass_on(y).astype(F32)))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.linspace(0.1, 6, 64))
+    assert found.wrong[0].how == "saturates"
+    assert line_of(loss_fn, 1) in found.verdict
+
+
+def test_a_difference_in_float32_that_is_0_is_not_said_to_vanish():
+    def loss_fn(w, x):
+        y = (1 / (1 + jnp.exp(-x * w))).astype(F16)
+        return -jnp.mean(jnp.log(1 - y.astype(F32)))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.linspace(0.1, 12, 64))
+    assert found.wrong[0].how == "cancels"
+    assert line_of(loss_fn, 1) in found.advice[0]
+
+
+@pytest.mark.parametrize("cast_back", [True, False])
+def test_what_is_off_a_little_in_each_round_is_named_where_it_is_rounded(cast_back):
+    def loss_fn(w, x, rewards):
+        def step(c, reward):
+            discounted = F32(0.999) * c.astype(F32)
+            if cast_back:
+                c = (reward + discounted).astype(BF16)
+            else:
+                c = reward.astype(BF16) + discounted.astype(BF16)
+            return c, c
+
+        _, returns = lax.scan(step, jnp.zeros(16, BF16), rewards)
+        return square(x.astype(BF16) @ w.astype(BF16) - returns)
+
+    rewards = 0.1 + 0.01 * np.random.default_rng(0).normal(size=(400, 16))
+    x = np.random.default_rng(1).normal(size=(400, 16, 8))
+    found = ols.diagnose(loss_fn, jnp.ones(8) / 3, F32(x), F32(rewards))
+    (place,) = {one.place for one in found.wrong[:1]}
+    assert place.dtype == BF16
+    assert line_of(loss_fn, 4 if cast_back else 6) in place.source
+    assert found.wrong[0].how == ("rounds" if cast_back else "stagnates")
+
+
+@pytest.mark.parametrize(
+    ("wide", "dtype", "size"), [(F16, jnp.float8_e4m3fn, 10.0), (BF16, F16, 300.0)]
+)
+def test_a_cast_to_a_dtype_of_less_range_overflows(wide, dtype, size):
+    def loss_fn(w, x):
+        y = x.astype(wide) * w.astype(wide)
+        y = y.astype(dtype)
+        return square(y.astype(F32) / 300)
+
+    found = ols.diagnose(loss_fn, jnp.full(8, size), jnp.linspace(1, 300, 8))
+    assert found.wrong[0].place.primitive == "convert_element_type"
+    assert line_of(loss_fn, 2) in found.wrong[0].place.source
 
 
 def test_what_is_at_its_limit_in_float32_too_does_not_saturate():

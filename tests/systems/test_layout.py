@@ -22,8 +22,8 @@ FLOORS = {
     "_autocast": 3,
     "_step": 3,
     "_diagnosis": 4,
+    "plot": 4,
     "demo": 5,
-    "plot": 5,
     "testing": 5,
 }
 TOP = max(FLOORS.values())
@@ -94,7 +94,7 @@ def test_each_file_says_in_its_first_line_what_it_is_about():
             "_step",
             "def f():\n    from optax_lossscale._diagnosis.page import Diagnosis",
         ),
-        ("_diagnosis", "from optax_lossscale import plot"),
+        ("_diagnosis", "from optax_lossscale import testing"),
         ("_diagnosis", "import optax_lossscale as ols"),
     ],
 )

@@ -1,14 +1,10 @@
-"""The look that all plots share: their axes, their colours and names of styles."""
-
-from typing import Any
+"""The look that the picture of a diagnosis and those of `plot` share."""
 
 from optax_lossscale._arrays import messages
 
 try:
     import matplotlib.pyplot as plt
-    from matplotlib import cbook
     from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
 except ImportError as error:
     raise ImportError(
         "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
@@ -31,8 +27,3 @@ def axes_for(axes: Axes | None, height: float) -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     return axes
-
-
-def style_of(style: dict[str, Any]) -> dict[str, Any]:
-    """The style of a line under matplotlib's full names, such as `color` for `c`."""
-    return cbook.normalize_kwargs(style, Line2D)
