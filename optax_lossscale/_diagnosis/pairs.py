@@ -2,21 +2,21 @@
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of the two. `compute` does so for the instructions of a piece, inside `jit`.
+of the two. `compute` does so for an equation, inside `jit`.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
-from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
@@ -28,7 +28,7 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
+# Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most equations
 # run so few times that compiling them takes longer than running.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
@@ -70,39 +70,21 @@ class Pair(NamedTuple):
         """The reference, or the integers and booleans that it follows."""
         return self.actual if self.reference is None else self.reference
 
-    def compared(self) -> "Compared":
-        """What the host compares: floats in one dtype, or which choices differ."""
+    @property
+    def settled(self) -> "Pair":
+        """The pair for what reads it: in integers and booleans, the reference follows."""
+        return self if is_inexact(self.actual) else Pair(self.actual)
+
+    @property
+    def figures(self) -> Figures:
+        """How far the two are apart, and how large; of choices, how many differ."""
         if not is_inexact(self.actual):
-            return ComparedChoices(jnp.not_equal(self.actual, self.reference))
+            return figures_of_choices(self.actual, self.reference)
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
-        return ComparedFloats(self.actual.astype(dtype), self.reference.astype(dtype))
-
-
-class ComparedFloats(NamedTuple):
-    """A pair of floats in one dtype of 32 bits or more."""
-
-    actual: Array
-    reference: Array
-
-    @property
-    def figures(self) -> Figures:
-        """How far the two arrays are apart, and how large they are."""
-        return figures_of(self.actual, self.reference)
-
-
-class ComparedChoices(NamedTuple):
-    """Of each choice in a pair, whether the reference decides otherwise."""
-
-    is_otherwise: Array
-
-    @property
-    def figures(self) -> Figures:
-        """The share of the choices that the reference decides otherwise."""
-        return figures_of_choices(self.is_otherwise)
-
-
-Compared = ComparedFloats | ComparedChoices
-"""A pair as the host compares it."""
+        return figures_of(
+            np.asarray(self.actual).astype(dtype),
+            np.asarray(self.reference).astype(dtype),
+        )
 
 
 def exact(x: Array, widths: Widths) -> Pair:
@@ -112,26 +94,29 @@ def exact(x: Array, widths: Widths) -> Pair:
     return Pair(widened(x, widths.actual), widened(x, widths.reference))
 
 
-def compute(
-    piece: Piece, widths: Widths, ins: Sequence[Pair]
-) -> tuple[list[Pair], list[Compared]]:
-    """What a piece leaves to later ones, and what the host compares for its notes."""
-    env = dict(zip(piece.reads, map(_resharded, piece.reads, ins), strict=True))
-    to_compare = []
-    for instruction in piece.instructions:
-        eqn = instruction.eqn
-        operands = [_read(v, env, widths) for v in eqn.invars]
-        with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
-            pairs = _results(eqn, operands, widths)
-            results = dict(zip(eqn.outvars, pairs, strict=True))
-            to_compare += [results[v].compared() for v in instruction.noted.values()]
-        for v, pair in results.items():
-            # From here on, the reference follows a choice.
-            env[v] = pair if is_inexact(pair.actual) else Pair(pair.actual)
-    return [env[v] for v in piece.leaves], to_compare
+def compute(eqn: JaxprEqn, widths: Widths, ins: Sequence[Pair | None]) -> list[Pair]:
+    """The results of an equation for pairs of operands.
+
+    For a choice, the reference is what it decides by itself.
+
+    Args:
+      eqn: the equation.
+      widths: the floats of each pair.
+      ins: its operands; None for a literal.
+    """
+    operands = list(map(_operand, eqn.invars, ins, itertools.repeat(widths)))
+    with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
+        return _results(eqn, operands, widths)
 
 
-def _resharded(v: Var, pair: Pair) -> Pair:
+def _operand(v: Atom, pair: Pair | None, widths: Widths) -> Pair:
+    """An operand of an equation, which is a literal if there is no pair."""
+    if pair is None:
+        return exact(np.asarray(v.val, dtype_in(v)), widths)
+    return _resharded(v, pair)
+
+
+def _resharded(v: Atom, pair: Pair) -> Pair:
     """A pair whose arrays lie along explicit axes of a mesh as they did when traced.
 
     The host may have had them in the meantime, and JAX refuses operands that lie
@@ -141,13 +126,6 @@ def _resharded(v: Var, pair: Pair) -> Pair:
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return pair
     return jax.tree.map(lambda x: reshard(x, sharding), pair)
-
-
-def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
-    """The pair of a variable or literal."""
-    if isinstance(v, Literal):
-        return exact(np.asarray(v.val, dtype_in(v)), widths)
-    return env[v]
 
 
 def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
@@ -185,7 +163,7 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
 
 @functools.cache
 def compiler_options() -> dict[str, bool | int]:
-    """The options with which the compiler takes the least time for a piece."""
+    """The options with which the compiler takes the least time."""
     # By default XLA may drop a cast to 16 bits and back, but its rounding counts here.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":

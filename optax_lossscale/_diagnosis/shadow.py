@@ -1,12 +1,13 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`run_to_seed(program, arguments, widths)` runs the pieces before the first that reads the
-seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
-returns the results as pairs with notes, and all notes of the run. Pieces without loops
-are compiled, and the figures of their results are computed on the host. Loops and
-branches are run in Python, which knows the number of each round.
+`run_to_seed(program, arguments, widths)` runs the instructions before the first that
+reads the seed, and returns a `Shadow`. Called with a seed, a shadow runs the others, and
+returns the results as pairs with notes, and all notes of the run. Each equation is
+compiled, and the figures of its results are computed on the host. Loops and branches
+are run in Python, which knows the number of each round.
 """
 
+import copy
 import functools
 import itertools
 import sys
@@ -22,16 +23,15 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Place, note_of
-from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
-from optax_lossscale._diagnosis.program import Instruction, Piece, Program
-from optax_lossscale._diagnosis.value import Value, noted_alone
+from optax_lossscale._diagnosis.pairs import Widths, exact
+from optax_lossscale._diagnosis.program import Instruction, Program
+from optax_lossscale._diagnosis.value import Value, noted_alone, notes_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Array,
     Atom,
     dtype_in,
     is_inexact,
-    variables,
 )
 
 _PATIENCE = 10.0  # seconds between two lines of progress
@@ -59,7 +59,7 @@ class Context(NamedTuple):
 def run_to_seed(
     program: Program, arguments: Sequence[Argument], widths: Widths
 ) -> "Shadow":
-    """Runs a program in pairs up to the first piece that reads its seed.
+    """Runs a program in pairs up to the first instruction that reads its seed.
 
     Args:
       program: a program whose last argument is the seed.
@@ -67,44 +67,34 @@ def run_to_seed(
       widths: the floats of each pair.
     """
     *others, seed = program.takes
-    without_seed = program._replace(takes=others)
-    before_seed = list(
-        itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
-    )
-    compiler = _Compiler(widths)
-    runner = _Runner(compiler, notes=())
+    runner = _Runner(widths)
     values = [_value_of(argument, widths) for argument in arguments]
-    env = runner.env_of(without_seed, values, Context())
-    return Shadow(
-        compiler,
-        seed,
-        env=runner.after(before_seed, env, Context()),
-        notes=runner.notes,
-        pieces=program.pieces[len(before_seed) :],
-        gives=program.gives,
+    env = runner.env_of(program._replace(takes=others), values, Context())
+    before_seed = list(
+        itertools.takewhile(lambda x: seed not in x.eqn.invars, program.instructions)
     )
+    env = runner.after(before_seed, env, Context())
+    rest = program._replace(instructions=program.instructions[len(before_seed) :])
+    return Shadow(rest, env, runner)
 
 
 class Shadow(NamedTuple):
     """A program that has run in pairs up to its seed. A call runs the rest of it."""
 
-    compiler: "_Compiler"
-    seed: Var
+    rest: Program  # the program without the instructions that have run
     env: Env  # the values that do not depend on the seed
-    notes: Sequence[Note]  # those of the pieces that have run
-    pieces: Sequence[Piece]  # those that have not run
-    gives: Sequence[Atom]  # the results of the program
+    runner: "_Runner"  # which has noted these
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running.
 
         The note of a result is about its own numbers, also where these were only moved.
         """
-        runner = _Runner(self.compiler, self.notes)
-        env = {**self.env, self.seed: _value_of(seed, self.compiler.widths)}
-        env = runner.after(self.pieces, env, Context())
+        runner = self.runner.copy()
+        env = {**self.env, self.rest.takes[-1]: _value_of(seed, runner.widths)}
+        env = runner.after(self.rest.instructions, env, Context())
         results = []
-        for value in runner.read(self.gives, env, Context()):
+        for value in runner.read(self.rest.gives, env, Context()):
             on_host = value.each(np.asarray)
             results.append(noted_alone(on_host.pair, [on_host]))
         return results, runner.notes
@@ -113,7 +103,7 @@ class Shadow(NamedTuple):
 def _value_of(argument: Argument, widths: Widths) -> Value:
     """The value of an argument of the whole program."""
     pair = exact(argument.array, widths)
-    figures = Figures() if pair.reference is None else pair.compared().figures
+    figures = Figures() if pair.reference is None else pair.figures
     note = Note(
         **vars(figures),
         place=Place(name=argument.name, is_parameter=argument.is_parameter),
@@ -123,31 +113,20 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
     return Value(pair, note)
 
 
-class _Compiler:
-    """Compiles pieces. Those that compute the same share what is compiled for one."""
-
-    def __init__(self, widths: Widths):
-        self.widths = widths
-        self._compiled: dict[Hashable, Callable] = {}
-
-    def compiled(self, piece: Piece, devices: Devices) -> Callable:
-        """`pairs.compute` of a piece on these devices, as a function of its operands."""
-        key = (piece.key, devices)
-        if key not in self._compiled:
-            function = functools.partial(pairs.compute, piece, self.widths)
-            self._compiled[key] = jax.jit(
-                devices.over(function), compiler_options=pairs.compiler_options()
-            )
-        return self._compiled[key]
-
-
 class _Runner:
     """One run in pairs, which adds the note of each result to `notes`."""
 
-    def __init__(self, compiler: _Compiler, notes: Sequence[Note]):
-        self.notes = list(notes)
-        self._compiler = compiler
+    def __init__(self, widths: Widths):
+        self.widths = widths
+        self.notes: list[Note] = []
+        self._compiled: dict[Hashable, Callable] = {}
         self._reported = time.monotonic()  # when progress was last reported
+
+    def copy(self) -> "_Runner":
+        """A run that goes on from here, and uses what is compiled for this one."""
+        copied = copy.copy(self)
+        copied.notes = list(self.notes)
+        return copied
 
     # --- values ---
 
@@ -173,7 +152,7 @@ class _Runner:
 
     def _constant(self, x: np.ndarray, context: Context) -> Value:
         """A constant of a program as a value, which is the same on each device."""
-        return context.devices.everywhere(Value(exact(x, self._compiler.widths)))
+        return context.devices.everywhere(Value(exact(x, self.widths)))
 
     # --- running ---
 
@@ -182,22 +161,26 @@ class _Runner:
     ) -> list[Value]:
         """The results of a program."""
         env = self.env_of(program, values, context)
-        env = self.after(program.pieces, env, context)
+        env = self.after(program.instructions, env, context)
         return self.read(program.gives, env, context)
 
-    def after(self, pieces: Sequence[Piece], env: Env, context: Context) -> Env:
-        """The values after pieces have run, without those that no later piece reads."""
-        for piece in pieces:
-            if piece.instructions[0].programs:
-                results = self._run_inside(piece.instructions[0], env, context)
-            else:
-                results = self._compute(piece, env, context)
-            kept = {v: value for v, value in env.items() if v not in piece.frees}
-            env = {**kept, **results}
-        return env
+    def after(
+        self, instructions: Sequence[Instruction], env: Env, context: Context
+    ) -> Env:
+        """The values after instructions have run, without those that no one reads."""
+        values = dict(env)
+        for instruction in instructions:
+            run = self._run_inside if instruction.programs else self._compute
+            results = run(instruction, values, context)
+            values.update(zip(instruction.eqn.outvars, results, strict=True))
+            for v in instruction.frees:
+                del values[v]
+        return values
 
-    def _run_inside(self, instruction: Instruction, env: Env, context: Context) -> Env:
-        """The results of a loop or branch, whose programs are run piece by piece."""
+    def _run_inside(
+        self, instruction: Instruction, env: Env, context: Context
+    ) -> list[Value]:
+        """The results of a loop or branch, whose programs are run in Python."""
 
         def run(program, values, *turn):  # `turn`: the number of the round, in a loop
             rounds = (*context.rounds, *turn)
@@ -207,14 +190,12 @@ class _Runner:
         kind = traits(eqn)
         ins = self.read(eqn.invars, env, context)
         if Trait.SCANS in kind:
-            results = loops.scan(instruction, ins, run, len(context.devices.maps))
-        elif Trait.WHILE in kind:
-            results = loops.while_loop(instruction, ins, run)
-        elif Trait.BRANCHES in kind:
-            results = loops.cond(instruction, ins, run)
-        else:
-            results = self._run_on_devices(instruction, ins, context)
-        return dict(zip(eqn.outvars, results, strict=True))
+            return loops.scan(instruction, ins, run, len(context.devices.maps))
+        if Trait.WHILE in kind:
+            return loops.while_loop(instruction, ins, run)
+        if Trait.BRANCHES in kind:
+            return loops.cond(instruction, ins, run)
+        return self._run_on_devices(instruction, ins, context)
 
     def _run_on_devices(
         self, instruction: Instruction, ins: Sequence[Value], context: Context
@@ -227,48 +208,51 @@ class _Runner:
         results = self._run(program, entered, context._replace(devices=devices))
         return list(map(devices.exited, results, eqn.params["out_specs"]))
 
-    def _compute(self, piece: Piece, env: Env, context: Context) -> Env:
-        """What a piece without loops leaves to others, by compiled code."""
-        operands = [env[v].pair for v in piece.reads]
-        compute = self._compiler.compiled(piece, context.devices)
-        pairs_left, compared = compute(operands)
-        notes = self._note_results(piece, compared, env, context)
-        self._report_progress(piece)
-        results = zip(piece.leaves, pairs_left, strict=True)
-        return {v: Value(pair, notes[v]) for v, pair in results}
+    def _compute(
+        self, instruction: Instruction, env: Env, context: Context
+    ) -> list[Value]:
+        """The results of an equation, by compiled code, with their notes.
 
-    def _note_results(
-        self, piece: Piece, compared: Sequence[Compared], env: Env, context: Context
-    ) -> dict[Var, Note | None]:
-        """Notes the results of a piece; returns the notes of all that it reads or makes.
-
-        A result without a note of its own has that of the first operand that has one.
+        One without a note of its own has that of the first operand that has one.
         """
-        compared_in_order = iter(compared)
-        notes = {v: env[v].note for v in piece.reads}
-        for instruction in piece.instructions:
-            eqn = instruction.eqn
-            known = [notes[v] for v in variables(eqn.invars)]
-            reads = [note for note in known if note is not None]
-            notes.update(dict.fromkeys(eqn.outvars, reads[0] if reads else None))
-            for position, v in instruction.noted.items():
+        operands = [
+            None if isinstance(v, Literal) else env[v] for v in instruction.eqn.invars
+        ]
+        compute = self._compiled_for(instruction, context.devices)
+        results = compute([None if x is None else x.pair for x in operands])
+        reads = notes_of(filter(None, operands))
+        values = []
+        for position, pair in enumerate(results):
+            note = reads[0] if reads else None
+            if position in instruction.noted:
                 note = note_of(
-                    next(compared_in_order).figures,
+                    pair.figures,
                     instruction.place,
-                    dtype_in(v),
+                    dtype_in(instruction.eqn.outvars[position]),
                     reads,
                     context.rounds,
                     position,
-                    stays_narrow=instruction.stays_narrow and is_inexact(v),
+                    stays_narrow=instruction.stays_narrow and is_inexact(pair.actual),
                 )
-                notes[v] = note
                 self.notes.append(note)
-        return notes
+            values.append(Value(pair.settled, note))
+        self._report_progress(instruction)
+        return values
 
-    def _report_progress(self, piece: Piece) -> None:
+    def _compiled_for(self, instruction: Instruction, devices: Devices) -> Callable:
+        """`pairs.compute` of an equation on these devices, shared by those alike."""
+        key = (instruction.key, devices)
+        if key not in self._compiled:
+            function = functools.partial(pairs.compute, instruction.eqn, self.widths)
+            self._compiled[key] = jax.jit(
+                devices.over(function), compiler_options=pairs.compiler_options()
+            )
+        return self._compiled[key]
+
+    def _report_progress(self, instruction: Instruction) -> None:
         """Prints a line to stderr, if none has been printed for `_PATIENCE` seconds."""
         if time.monotonic() - self._reported > _PATIENCE:
             self._reported = time.monotonic()
-            line = piece.instructions[-1].place.source
+            line = instruction.place.source
             progress = f"diagnose: {len(self.notes)} results, at {line}"
             print(progress, file=sys.stderr, flush=True)

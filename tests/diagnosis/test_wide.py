@@ -43,10 +43,13 @@ def test_products_have_all_digits_of_float32_beside_the_programs(product, dtype)
     """On some GPUs, a product of float32 has as few digits as float16 by default."""
     operands = ONES.astype(dtype), ONES.astype(dtype)
     traced = jax.make_jaxpr(product)(*operands)
-    program = program_of(traced, Place(), limit=10**6)
-    (piece,) = program.pieces
-    ins = [exact(x, AS_WRITTEN) for x in operands]
-    both = jax.make_jaxpr(lambda ins: compute(piece, AS_WRITTEN, ins))(ins)
+    (eqn,) = [
+        instruction.eqn
+        for instruction in program_of(traced, Place()).instructions
+        if is_product(instruction.eqn)
+    ]
+    ins = [exact(np.ones(v.aval.shape, dtype), AS_WRITTEN) for v in eqn.invars]
+    both = jax.make_jaxpr(lambda ins: compute(eqn, AS_WRITTEN, ins))(ins)
     (as_traced,) = [at for at in equations(traced.jaxpr) if is_product(at.eqn)]
     precisions = [
         at.eqn.params["precision"] for at in equations(both.jaxpr) if is_product(at.eqn)
