@@ -23,6 +23,7 @@ from optax_lossscale._autocast.arrays import is_traceable
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
+from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.values import (
     Array,
     dtypes_in,
@@ -152,17 +153,15 @@ def _told_apart(arguments: list[Argument]) -> list[Argument]:
 
 def _refuse_refs(jaxpr: Jaxpr) -> None:
     """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
-    for equation in equations(jaxpr):
-        if any(map(is_ref, equation.eqn.outvars)):
+    for eqn in equations(jaxpr):
+        if any(map(is_ref, eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
-                f"at {equation.source}: give it a loss function that passes values on"
+                f"at {line_of(eqn)}: give it a loss function that passes values on"
             )
 
 
 def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
     """The dtypes of 16 bits and fewer that results in a program have."""
-    dtypes: dict[np.dtype, None] = {}
-    for equation in equations(jaxpr):
-        dtypes.update(dict.fromkeys(dtypes_in(equation.eqn.outvars)))
-    return tuple(filter(is_narrow_dtype, dtypes))
+    results = [v for eqn in equations(jaxpr) for v in eqn.outvars]
+    return tuple(filter(is_narrow_dtype, dict.fromkeys(dtypes_in(results))))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
-from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
+from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.flat import all_flat
@@ -24,7 +24,6 @@ from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Atom,
     is_inexact,
-    is_inexact_dtype,
     variables,
 )
 from optax_lossscale._programs.versions import name_of, scopes_of
@@ -89,12 +88,11 @@ def _instruction(eqn: JaxprEqn, outer: Place, frees: Collection[Var]) -> Instruc
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """The programs of a loop or branch that computes floats, if it runs at all."""
+    """The programs of a loop or branch that reads or gives floats, if it runs at all."""
     if not traits(eqn) & _LOOPS or runs_no_rounds(eqn):
         return ()
-    programs = programs_in(eqn)
-    dtypes = frozenset().union(*map(dtypes_within, programs))
-    return programs if any(map(is_inexact_dtype, dtypes)) else ()
+    has_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
+    return programs_in(eqn) if has_floats else ()
 
 
 def _noted(eqn: JaxprEqn) -> Container[int]:

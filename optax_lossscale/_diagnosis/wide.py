@@ -9,14 +9,15 @@ is given.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from optax_lossscale._diagnosis.equations import dtypes_of
+from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._programs.operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import (
     Array,
@@ -73,7 +74,12 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
     """
     if not _is_fixed(eqn) or runs_no_rounds(eqn):
         return False
-    return any(map(is_narrow_dtype, dtypes_of(eqn)))
+    inside = itertools.chain.from_iterable(map(equations, _programs_held(eqn)))
+    return any(
+        is_narrow_dtype(dtype_in(v))
+        for each in (eqn, *inside)
+        for v in (*each.invars, *each.outvars)
+    )
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
@@ -84,8 +90,13 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
         return True
+    return bool(_programs_held(eqn)) and not _is_scatter(eqn)
+
+
+def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+    """The programs in the parameters of an equation, whether it runs them or not."""
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
-    return any(map(is_program, leaves)) and not _is_scatter(eqn)
+    return list(filter(is_program, leaves))
 
 
 def runs_no_rounds(eqn: JaxprEqn) -> bool:

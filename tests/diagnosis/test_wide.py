@@ -50,11 +50,11 @@ def test_products_have_all_digits_of_float32_beside_the_programs(product, dtype)
     ]
     ins = [exact(np.ones(v.aval.shape, dtype), AS_WRITTEN) for v in eqn.invars]
     both = jax.make_jaxpr(lambda ins: compute(eqn, AS_WRITTEN, ins))(ins)
-    (as_traced,) = [at for at in equations(traced.jaxpr) if is_product(at.eqn)]
     precisions = [
-        at.eqn.params["precision"] for at in equations(both.jaxpr) if is_product(at.eqn)
+        product.params["precision"]
+        for product in filter(is_product, equations(both.jaxpr))
     ]
-    assert precisions == [as_traced.eqn.params["precision"], HIGHEST]
+    assert precisions == [eqn.params["precision"], HIGHEST]
 
 
 def test_an_operation_that_no_one_knows_is_run_as_it_was_traced():
