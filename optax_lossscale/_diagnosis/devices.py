@@ -9,14 +9,17 @@ form, and `over` runs a piece.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.value import Value
+from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.versions import mapped_axes
 
 
@@ -25,6 +28,11 @@ class _Map(NamedTuple):
 
     mesh: Any
     axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of its devices."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
         """A function of one device's arrays, as one of arrays over all of its devices."""
@@ -77,11 +85,12 @@ class Devices(NamedTuple):
         """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
         return value.each(_unstacking(self, spec))
 
-    def everywhere(self, value: Value) -> Value:
-        """A value that is the same on each device, in the form of the stacked arrays."""
-        for n in range(len(self.maps)):
-            value = Devices(self.maps[: n + 1]).entered(value, jax.P())
-        return value
+    def everywhere(self, x: Array) -> Array:
+        """An array that is the same on each device, as the stacked arrays of all."""
+        if not self.maps:
+            return x
+        sizes = [shard_map.size for shard_map in self.maps]
+        return jnp.broadcast_to(x, (*sizes, *x.shape))
 
 
 @functools.cache

@@ -80,12 +80,11 @@ def cond(
     branches = instruction.programs
     index, *operands = ins
     chosen = np.clip(index.pair.actual, 0, len(branches) - 1)
-    first, *others = np.unique(chosen)
-    results = run(branches[first], _filled(np.asarray(chosen == first), operands))
-    for number in others:
+    results: list[Value] = []
+    for number in np.unique(chosen):
         here = np.asarray(chosen == number)
         of_branch = run(branches[number], _filled(here, operands))
-        results = _where(here, of_branch, results)
+        results = _where(here, of_branch, results or of_branch)
     return results
 
 

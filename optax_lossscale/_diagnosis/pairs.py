@@ -6,7 +6,6 @@ of the two. `compute` does so for an equation, inside `jit`.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from optax_lossscale._programs.values import (
     FLOAT64,
     Array,
     Atom,
-    dtype_in,
+    astype,
     is_inexact,
 )
 
@@ -88,44 +87,41 @@ class Pair(NamedTuple):
 
 
 def exact(x: Array, widths: Widths) -> Pair:
-    """A pair whose numbers are equal to their references, such as that of a constant."""
+    """A pair of an array on the host and itself, as of a constant."""
     if not is_inexact(x):
         return Pair(x)
-    return Pair(widened(x, widths.actual), widened(x, widths.reference))
+    dtypes = [wide_dtype(x.dtype, width) for width in widths]
+    return Pair(*(np.asarray(x).astype(dtype) for dtype in dtypes))
 
 
-def compute(eqn: JaxprEqn, widths: Widths, ins: Sequence[Pair | None]) -> list[Pair]:
+def compute(eqn: JaxprEqn, widths: Widths, ins: Sequence[Pair]) -> list[Pair]:
     """The results of an equation for pairs of operands.
 
     For a choice, the reference is what it decides by itself.
-
-    Args:
-      eqn: the equation.
-      widths: the floats of each pair.
-      ins: its operands; None for a literal.
     """
-    operands = list(map(_operand, eqn.invars, ins, itertools.repeat(widths)))
+    operands = list(map(_resharded, eqn.invars, ins))
     with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
         return _results(eqn, operands, widths)
 
 
-def _operand(v: Atom, pair: Pair | None, widths: Widths) -> Pair:
-    """An operand of an equation, which is a literal if there is no pair."""
-    if pair is None:
-        return exact(np.asarray(v.val, dtype_in(v)), widths)
-    return _resharded(v, pair)
-
-
 def _resharded(v: Atom, pair: Pair) -> Pair:
-    """A pair whose arrays lie along explicit axes of a mesh as they did when traced.
+    """A pair whose arrays lie along the axes of a mesh as they did when traced.
 
-    The host may have had them in the meantime, and JAX refuses operands that lie
-    differently.
+    The host may have had them in the meantime. JAX refuses operands that lie
+    differently, if an axis is explicit.
     """
     sharding = getattr(v.aval, "sharding", None)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+    if sharding is None or sharding.mesh.empty:
         return pair
-    return jax.tree.map(lambda x: reshard(x, sharding), pair)
+
+    def resharded(x):
+        types = (*sharding.mesh.axis_types, *jax.typeof(x).sharding.mesh.axis_types)
+        if AxisType.Explicit not in types:
+            return x
+        with jax.sharding.use_abstract_mesh(sharding.mesh):
+            return reshard(x, sharding)
+
+    return jax.tree.map(resharded, pair)
 
 
 def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
@@ -152,13 +148,14 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.all(choices[0].actual == choices[0].reference)
-    joined = []
-    for pair in pairs:
-        if is_inexact(pair.actual):
-            actual = widened(pair.actual, pair.reference.dtype)
-            pair = Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
-        joined.append(pair)
-    return joined
+
+    def joined(pair):
+        if not is_inexact(pair.actual):
+            return pair
+        actual = astype(pair.actual, pair.reference.dtype)
+        return Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
+
+    return list(map(joined, pairs))
 
 
 @functools.cache

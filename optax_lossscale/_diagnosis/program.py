@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.flat import all_flat
-from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
+from optax_lossscale._programs.keys import hashable, key_of
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
@@ -123,8 +123,5 @@ def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
 
 
 def _key(eqn: JaxprEqn) -> Hashable:
-    """A key that is equal for equations that compute the same."""
-    operands = tuple(
-        key_of_literal(v) if isinstance(v, Literal) else v.aval for v in eqn.invars
-    )
-    return hashable((key_of(eqn), operands), eqn)
+    """A key that is equal for equations that compute the same of their operands."""
+    return hashable((key_of(eqn), tuple(v.aval for v in eqn.invars)), eqn)

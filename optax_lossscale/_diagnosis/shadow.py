@@ -152,7 +152,7 @@ class _Runner:
 
     def _constant(self, x: np.ndarray, context: Context) -> Value:
         """A constant of a program as a value, which is the same on each device."""
-        return context.devices.everywhere(Value(exact(x, self.widths)))
+        return Value(exact(x, self.widths)).each(context.devices.everywhere)
 
     # --- running ---
 
@@ -170,15 +170,16 @@ class _Runner:
         """The values after instructions have run, without those that no one reads."""
         values = dict(env)
         for instruction in instructions:
+            ins = self.read(instruction.eqn.invars, values, context)
             run = self._run_inside if instruction.programs else self._compute
-            results = run(instruction, values, context)
+            results = run(instruction, ins, context)
             values.update(zip(instruction.eqn.outvars, results, strict=True))
             for v in instruction.frees:
                 del values[v]
         return values
 
     def _run_inside(
-        self, instruction: Instruction, env: Env, context: Context
+        self, instruction: Instruction, ins: Sequence[Value], context: Context
     ) -> list[Value]:
         """The results of a loop or branch, whose programs are run in Python."""
 
@@ -186,9 +187,7 @@ class _Runner:
             rounds = (*context.rounds, *turn)
             return self._run(program, values, context._replace(rounds=rounds))
 
-        eqn = instruction.eqn
-        kind = traits(eqn)
-        ins = self.read(eqn.invars, env, context)
+        kind = traits(instruction.eqn)
         if Trait.SCANS in kind:
             return loops.scan(instruction, ins, run, len(context.devices.maps))
         if Trait.WHILE in kind:
@@ -209,18 +208,15 @@ class _Runner:
         return list(map(devices.exited, results, eqn.params["out_specs"]))
 
     def _compute(
-        self, instruction: Instruction, env: Env, context: Context
+        self, instruction: Instruction, ins: Sequence[Value], context: Context
     ) -> list[Value]:
         """The results of an equation, by compiled code, with their notes.
 
         One without a note of its own has that of the first operand that has one.
         """
-        operands = [
-            None if isinstance(v, Literal) else env[v] for v in instruction.eqn.invars
-        ]
         compute = self._compiled_for(instruction, context.devices)
-        results = compute([None if x is None else x.pair for x in operands])
-        reads = notes_of(filter(None, operands))
+        results = compute([value.pair for value in ins])
+        reads = notes_of(ins)
         values = []
         for position, pair in enumerate(results):
             note = reads[0] if reads else None
