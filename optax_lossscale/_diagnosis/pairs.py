@@ -2,7 +2,7 @@
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of the two. `compute` does so for an equation, inside `jit`.
+of the two. `compute` does so for the instructions of a piece, inside `jit`.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
+from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
@@ -27,7 +28,7 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most equations
+# Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
 # run so few times that compiling them takes longer than running.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
@@ -94,14 +95,23 @@ def exact(x: Array, widths: Widths) -> Pair:
     return Pair(*(np.asarray(x).astype(dtype) for dtype in dtypes))
 
 
-def compute(eqn: JaxprEqn, widths: Widths, ins: Sequence[Pair]) -> list[Pair]:
-    """The results of an equation for pairs of operands.
+def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
+    """The results of each instruction of a piece.
 
-    For a choice, the reference is what it decides by itself.
+    Of a choice, the reference is what it decides by itself.
     """
-    operands = list(map(_resharded, eqn.invars, ins))
-    with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
-        return _results(eqn, operands, widths)
+    env = dict(
+        zip(map(id, piece.reads), map(_resharded, piece.reads, ins), strict=True)
+    )
+    results = []
+    for instruction in piece.instructions:
+        eqn = instruction.eqn
+        operands = [env[id(v)].settled for v in eqn.invars]
+        with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
+            pairs = _results(eqn, operands, widths)
+        env.update(zip(map(id, eqn.outvars), pairs, strict=True))
+        results.append(pairs)
+    return results
 
 
 def _resharded(v: Atom, pair: Pair) -> Pair:

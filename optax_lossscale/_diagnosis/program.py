@@ -1,12 +1,13 @@
-"""The traced program as a list of instructions.
+"""The traced program as a list of instructions, in pieces to compile together.
 
-An *instruction* is an equation with its place in the program, and with what a run has
-to know of it: which of its results have notes, and which variables no later one reads.
-A loop or branch that computes floats is an instruction with programs of its own.
+An *instruction* is an equation with its place in the program. A *piece* is a number of
+consecutive instructions. It ends at each product, so that the layers of a model, which
+are alike, share what is compiled for one. A loop or branch that computes floats is a
+piece by itself, whose programs are divided in turn.
 """
 
 import re
-from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -47,20 +48,27 @@ class Instruction(NamedTuple):
     noted: Container[int]
     stays_narrow: bool  # whether it computes in 16 bits although it is given float32
     frees: Collection[Var]  # those that it reads or makes, and no later one reads
-    key: Hashable  # equal for instructions that compute the same
+
+
+class Piece(NamedTuple):
+    """Consecutive instructions."""
+
+    instructions: Sequence[Instruction]
+    reads: Sequence[Atom]  # the literals, and the variables that earlier ones make
+    key: Hashable  # equal for pieces that compute the same of what they read
 
 
 class Program(NamedTuple):
-    """A program as a list of instructions."""
+    """A program in pieces."""
 
     takes: Sequence[Var]  # the variables of its arguments
     gives: Sequence[Atom]  # those of its results, or literals
     constants: Mapping[Var, np.ndarray]
-    instructions: Sequence[Instruction]
+    pieces: Sequence[Piece]
 
 
 def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
-    """A jaxpr as a list of instructions, where `outer` is the equation that holds it."""
+    """A jaxpr in pieces, where `outer` is the place of the equation that holds it."""
     flat = all_flat(program)
     instructions = []
     needed = set(variables(flat.outs))
@@ -69,7 +77,8 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
         needed |= frees
         instructions.append(_instruction(eqn, outer, frees))
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
-    return Program(flat.ins, flat.outs, constants, instructions[::-1])
+    pieces = list(map(_piece, _divided(instructions[::-1])))
+    return Program(flat.ins, flat.outs, constants, pieces)
 
 
 def _instruction(eqn: JaxprEqn, outer: Place, frees: Collection[Var]) -> Instruction:
@@ -83,7 +92,6 @@ def _instruction(eqn: JaxprEqn, outer: Place, frees: Collection[Var]) -> Instruc
         noted=_noted(eqn),
         stays_narrow=not programs and stays_narrow(eqn),
         frees=frees,
-        key=_key(eqn),
     )
 
 
@@ -122,6 +130,32 @@ def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
     )
 
 
-def _key(eqn: JaxprEqn) -> Hashable:
-    """A key that is equal for equations that compute the same of their operands."""
-    return hashable((key_of(eqn), tuple(v.aval for v in eqn.invars)), eqn)
+def _divided(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+    """The instructions of each piece."""
+    parts: list[list[Instruction]] = [[]]
+    for instruction in instructions:
+        if instruction.programs:
+            parts.append([])
+        parts[-1].append(instruction)
+        if instruction.programs or Trait.PRODUCT in traits(instruction.eqn):
+            parts.append([])
+    return list(filter(None, parts))
+
+
+def _piece(instructions: Sequence[Instruction]) -> Piece:
+    """A piece of these instructions."""
+    # By the `id` of a variable or literal, in the order in which they appear
+    numbers: dict[int, int] = {}
+    reads = []
+    key: list[Hashable] = []
+    for instruction in instructions:
+        eqn = instruction.eqn
+        for v in eqn.invars:
+            if id(v) not in numbers:
+                numbers[id(v)] = len(numbers)
+                reads.append(v)
+        key.append((key_of(eqn), tuple(numbers[id(v)] for v in eqn.invars)))
+        for v in eqn.outvars:
+            numbers[id(v)] = len(numbers)
+    key += [v.aval for v in reads]
+    return Piece(instructions, reads, hashable(tuple(key), instructions))

@@ -1,13 +1,13 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`run_to_seed(program, arguments, widths)` runs the instructions before the first that
-reads the seed, and returns a `Shadow`. Called with a seed, a shadow runs the others, and
-returns the results as pairs with notes, and all notes of the run. Each equation is
-compiled, and the figures of its results are computed on the host. Loops and branches
-are run in Python, which knows the number of each round.
+`run_to_seed(program, arguments, widths)` runs the pieces before the first that reads the
+seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
+returns the results as pairs with notes, and all notes of the run. Pieces without loops
+are compiled, and the figures of their results are computed on the host. Loops and
+branches are run in Python, which knows the number of each round.
 """
 
-import copy
+import dataclasses
 import functools
 import itertools
 import sys
@@ -23,8 +23,8 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Place, note_of
-from optax_lossscale._diagnosis.pairs import Widths, exact
-from optax_lossscale._diagnosis.program import Instruction, Program
+from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
+from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, noted_alone, notes_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
@@ -32,9 +32,11 @@ from optax_lossscale._programs.values import (
     Atom,
     dtype_in,
     is_inexact,
+    variables,
 )
 
 _PATIENCE = 10.0  # seconds between two lines of progress
+
 
 Env = Mapping[Var, Value]
 """The values of variables of a program, as far as it has run."""
@@ -49,17 +51,10 @@ class Argument(NamedTuple):
     is_seed: bool = False  # whether it is the seed of the backward pass
 
 
-class Context(NamedTuple):
-    """Where a program runs: in which rounds of loops, and on which devices."""
-
-    rounds: tuple[int, ...] = ()  # the outermost loop first
-    devices: Devices = Devices()
-
-
 def run_to_seed(
     program: Program, arguments: Sequence[Argument], widths: Widths
 ) -> "Shadow":
-    """Runs a program in pairs up to the first instruction that reads its seed.
+    """Runs a program in pairs up to the first piece that reads its seed.
 
     Args:
       program: a program whose last argument is the seed.
@@ -69,19 +64,19 @@ def run_to_seed(
     *others, seed = program.takes
     runner = _Runner(widths)
     values = [_value_of(argument, widths) for argument in arguments]
-    env = runner.env_of(program._replace(takes=others), values, Context())
+    env = runner.env_of(program._replace(takes=others), values)
     before_seed = list(
-        itertools.takewhile(lambda x: seed not in x.eqn.invars, program.instructions)
+        itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
     )
-    env = runner.after(before_seed, env, Context())
-    rest = program._replace(instructions=program.instructions[len(before_seed) :])
+    env = runner.after(before_seed, env)
+    rest = program._replace(pieces=program.pieces[len(before_seed) :])
     return Shadow(rest, env, runner)
 
 
 class Shadow(NamedTuple):
     """A program that has run in pairs up to its seed. A call runs the rest of it."""
 
-    rest: Program  # the program without the instructions that have run
+    rest: Program  # the program without the pieces that have run
     env: Env  # the values that do not depend on the seed
     runner: "_Runner"  # which has noted these
 
@@ -90,11 +85,11 @@ class Shadow(NamedTuple):
 
         The note of a result is about its own numbers, also where these were only moved.
         """
-        runner = self.runner.copy()
+        runner = dataclasses.replace(self.runner, notes=[*self.runner.notes])
         env = {**self.env, self.rest.takes[-1]: _value_of(seed, runner.widths)}
-        env = runner.after(self.rest.instructions, env, Context())
+        env = runner.after(self.rest.pieces, env)
         results = []
-        for value in runner.read(self.rest.gives, env, Context()):
+        for value in runner.read(self.rest.gives, env):
             on_host = value.each(np.asarray)
             results.append(noted_alone(on_host.pair, [on_host]))
         return results, runner.notes
@@ -113,142 +108,145 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
     return Value(pair, note)
 
 
+class _Progress:
+    """Prints a line to stderr where none has been printed for `_PATIENCE` seconds."""
+
+    def __init__(self):
+        self._printed = time.monotonic()
+
+    def at(self, source: str, n_results: int) -> None:
+        """Says how many results there are, and the user's line of the last one."""
+        if time.monotonic() - self._printed > _PATIENCE:
+            self._printed = time.monotonic()
+            progress = f"diagnose: {n_results} results, at {source}"
+            print(progress, file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Runner:
-    """One run in pairs, which adds the note of each result to `notes`."""
+    """Runs programs in pairs, and adds the note of each result to `notes`.
 
-    def __init__(self, widths: Widths):
-        self.widths = widths
-        self.notes: list[Note] = []
-        self._compiled: dict[Hashable, Callable] = {}
-        self._reported = time.monotonic()  # when progress was last reported
+    The runner of what is inside of a loop or a `shard_map` differs in `rounds` or
+    `devices`, and adds to the same notes.
+    """
 
-    def copy(self) -> "_Runner":
-        """A run that goes on from here, and uses what is compiled for this one."""
-        copied = copy.copy(self)
-        copied.notes = list(self.notes)
-        return copied
+    widths: Widths
+    notes: list[Note] = dataclasses.field(default_factory=list)
+    rounds: tuple[int, ...] = ()  # of the loops around, the outermost first
+    devices: Devices = Devices()
+    # By the key of a piece and its devices
+    compiled: dict[Hashable, Callable] = dataclasses.field(default_factory=dict)
+    progress: _Progress = dataclasses.field(default_factory=_Progress)
 
-    # --- values ---
+    def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
+        """The results of a program."""
+        env = self.after(program.pieces, self.env_of(program, values))
+        return self.read(program.gives, env)
 
-    def env_of(
-        self, program: Program, values: Iterable[Value], context: Context
-    ) -> Env:
+    def env_of(self, program: Program, values: Iterable[Value]) -> Env:
         """The values that a program begins with: its constants and arguments."""
-        constants = {
-            v: self._constant(x, context) for v, x in program.constants.items()
-        }
+        constants = {v: self._constant(x) for v, x in program.constants.items()}
         return {**constants, **dict(zip(program.takes, values, strict=True))}
 
-    def read(self, atoms: Iterable[Atom], env: Env, context: Context) -> list[Value]:
+    def after(self, pieces: Iterable[Piece], env: Env) -> Env:
+        """The values after pieces have run, without those that no later one reads."""
+        values = dict(env)
+        for piece in pieces:
+            run = self._run_inside if piece.instructions[0].programs else self._compute
+            values.update(run(piece, values))
+            for instruction in piece.instructions:
+                for v in instruction.frees:
+                    del values[v]
+        return values
+
+    def read(self, atoms: Iterable[Atom], env: Env) -> list[Value]:
         """The values of variables and literals."""
         values = []
         for v in atoms:
             if isinstance(v, Literal):
-                number = np.asarray(v.val, dtype_in(v))
-                values.append(self._constant(number, context))
+                values.append(self._constant(np.asarray(v.val, dtype_in(v))))
             else:
                 values.append(env[v])
         return values
 
-    def _constant(self, x: np.ndarray, context: Context) -> Value:
+    def _constant(self, x: np.ndarray) -> Value:
         """A constant of a program as a value, which is the same on each device."""
-        return Value(exact(x, self.widths)).each(context.devices.everywhere)
+        return Value(exact(x, self.widths)).each(self.devices.everywhere)
 
-    # --- running ---
-
-    def _run(
-        self, program: Program, values: Sequence[Value], context: Context
-    ) -> list[Value]:
-        """The results of a program."""
-        env = self.env_of(program, values, context)
-        env = self.after(program.instructions, env, context)
-        return self.read(program.gives, env, context)
-
-    def after(
-        self, instructions: Sequence[Instruction], env: Env, context: Context
-    ) -> Env:
-        """The values after instructions have run, without those that no one reads."""
-        values = dict(env)
-        for instruction in instructions:
-            ins = self.read(instruction.eqn.invars, values, context)
-            run = self._run_inside if instruction.programs else self._compute
-            results = run(instruction, ins, context)
-            values.update(zip(instruction.eqn.outvars, results, strict=True))
-            for v in instruction.frees:
-                del values[v]
-        return values
-
-    def _run_inside(
-        self, instruction: Instruction, ins: Sequence[Value], context: Context
-    ) -> list[Value]:
-        """The results of a loop or branch, whose programs are run in Python."""
+    def _run_inside(self, piece: Piece, env: Env) -> Env:
+        """The results of a loop, a branch or a `shard_map`, from its programs."""
 
         def run(program, values, *turn):  # `turn`: the number of the round, in a loop
-            rounds = (*context.rounds, *turn)
-            return self._run(program, values, context._replace(rounds=rounds))
+            inside = dataclasses.replace(self, rounds=(*self.rounds, *turn))
+            return inside.run(program, values)
 
-        kind = traits(instruction.eqn)
-        if Trait.SCANS in kind:
-            return loops.scan(instruction, ins, run, len(context.devices.maps))
-        if Trait.WHILE in kind:
-            return loops.while_loop(instruction, ins, run)
-        if Trait.BRANCHES in kind:
-            return loops.cond(instruction, ins, run)
-        return self._run_on_devices(instruction, ins, context)
+        (instruction,) = piece.instructions
+        eqn = instruction.eqn
+        ins = self.read(eqn.invars, env)
+        if Trait.SCANS in traits(eqn):
+            results = loops.scan(instruction, ins, run, len(self.devices.maps))
+        elif Trait.WHILE in traits(eqn):
+            results = loops.while_loop(instruction, ins, run)
+        elif Trait.BRANCHES in traits(eqn):
+            results = loops.cond(instruction, ins, run)
+        else:
+            results = self._run_on_devices(instruction, ins)
+        return dict(zip(eqn.outvars, results, strict=True))
 
     def _run_on_devices(
-        self, instruction: Instruction, ins: Sequence[Value], context: Context
+        self, instruction: Instruction, ins: Sequence[Value]
     ) -> list[Value]:
         """The results of a `shard_map`."""
-        eqn = instruction.eqn
-        devices = context.devices.inside(eqn)
+        params = instruction.eqn.params
+        devices = self.devices.inside(instruction.eqn)
         (program,) = instruction.programs
-        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
-        results = self._run(program, entered, context._replace(devices=devices))
-        return list(map(devices.exited, results, eqn.params["out_specs"]))
+        entered = map(devices.entered, ins, params["in_specs"])
+        results = dataclasses.replace(self, devices=devices).run(program, entered)
+        return list(map(devices.exited, results, params["out_specs"]))
 
-    def _compute(
-        self, instruction: Instruction, ins: Sequence[Value], context: Context
-    ) -> list[Value]:
-        """The results of an equation, by compiled code, with their notes.
-
-        One without a note of its own has that of the first operand that has one.
-        """
-        compute = self._compiled_for(instruction, context.devices)
-        results = compute([value.pair for value in ins])
-        reads = notes_of(ins)
-        values = []
-        for position, pair in enumerate(results):
-            note = reads[0] if reads else None
-            if position in instruction.noted:
-                note = note_of(
-                    pair.figures,
-                    instruction.place,
-                    dtype_in(instruction.eqn.outvars[position]),
-                    reads,
-                    context.rounds,
-                    position,
-                    stays_narrow=instruction.stays_narrow and is_inexact(pair.actual),
-                )
-                self.notes.append(note)
-            values.append(Value(pair.settled, note))
-        self._report_progress(instruction)
+    def _compute(self, piece: Piece, env: Env) -> Env:
+        """The results of a piece without loops, by compiled code, with their notes."""
+        ins = [value.pair for value in self.read(piece.reads, env)]
+        pairs_of_each = self._compiled_for(piece)(ins)
+        values = {v: env[v] for v in variables(piece.reads)}
+        for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
+            eqn = instruction.eqn
+            reads = notes_of(values[v] for v in variables(eqn.invars))
+            for position, v in enumerate(eqn.outvars):
+                pair = results[position]
+                note = self._note(instruction, position, pair, reads)
+                values[v] = Value(pair.settled, note)
+        self.progress.at(piece.instructions[-1].place.source, len(self.notes))
         return values
 
-    def _compiled_for(self, instruction: Instruction, devices: Devices) -> Callable:
-        """`pairs.compute` of an equation on these devices, shared by those alike."""
-        key = (instruction.key, devices)
-        if key not in self._compiled:
-            function = functools.partial(pairs.compute, instruction.eqn, self.widths)
-            self._compiled[key] = jax.jit(
-                devices.over(function), compiler_options=pairs.compiler_options()
-            )
-        return self._compiled[key]
+    def _note(
+        self,
+        instruction: Instruction,
+        position: int,
+        pair: Pair,
+        reads: Sequence[Note],
+    ) -> Note | None:
+        """The note of a result; of one without its own, that of the first operand."""
+        if position not in instruction.noted:
+            return reads[0] if reads else None
+        note = note_of(
+            pair.figures,
+            instruction.place,
+            dtype_in(instruction.eqn.outvars[position]),
+            reads,
+            self.rounds,
+            position,
+            stays_narrow=instruction.stays_narrow and is_inexact(pair.actual),
+        )
+        self.notes.append(note)
+        return note
 
-    def _report_progress(self, instruction: Instruction) -> None:
-        """Prints a line to stderr, if none has been printed for `_PATIENCE` seconds."""
-        if time.monotonic() - self._reported > _PATIENCE:
-            self._reported = time.monotonic()
-            line = instruction.place.source
-            progress = f"diagnose: {len(self.notes)} results, at {line}"
-            print(progress, file=sys.stderr, flush=True)
+    def _compiled_for(self, piece: Piece) -> Callable:
+        """`pairs.compute` of a piece on its devices, shared by those alike."""
+        key = (piece.key, self.devices)
+        if key not in self.compiled:
+            function = functools.partial(pairs.compute, piece, self.widths)
+            self.compiled[key] = jax.jit(
+                self.devices.over(function), compiler_options=pairs.compiler_options()
+            )
+        return self.compiled[key]

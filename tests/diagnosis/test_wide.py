@@ -43,18 +43,15 @@ def test_products_have_all_digits_of_float32_beside_the_programs(product, dtype)
     """On some GPUs, a product of float32 has as few digits as float16 by default."""
     operands = ONES.astype(dtype), ONES.astype(dtype)
     traced = jax.make_jaxpr(product)(*operands)
-    (eqn,) = [
-        instruction.eqn
-        for instruction in program_of(traced, Place()).instructions
-        if is_product(instruction.eqn)
-    ]
-    ins = [exact(np.ones(v.aval.shape, dtype), AS_WRITTEN) for v in eqn.invars]
-    both = jax.make_jaxpr(lambda ins: compute(eqn, AS_WRITTEN, ins))(ins)
+    (piece,) = program_of(traced, Place()).pieces
+    ins = [exact(np.ones(v.aval.shape, dtype), AS_WRITTEN) for v in piece.reads]
+    both = jax.make_jaxpr(lambda ins: compute(piece, AS_WRITTEN, ins))(ins)
+    (as_traced,) = filter(is_product, equations(traced.jaxpr))
     precisions = [
         product.params["precision"]
         for product in filter(is_product, equations(both.jaxpr))
     ]
-    assert precisions == [eqn.params["precision"], HIGHEST]
+    assert precisions == [as_traced.params["precision"], HIGHEST]
 
 
 def test_an_operation_that_no_one_knows_is_run_as_it_was_traced():
