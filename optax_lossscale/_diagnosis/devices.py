@@ -35,7 +35,7 @@ class _Map(NamedTuple):
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
-        """A function of one device's arrays, as one of arrays over all of its devices."""
+        """A function of one device's arrays, as one of arrays laid out by the specs."""
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -51,7 +51,7 @@ class _Map(NamedTuple):
         return lambda *args: mapped(*reshard(args, in_specs))
 
     def stacked(self, function: Callable) -> Callable:
-        """A function of one device's arrays, as one of the stacked arrays of all."""
+        """A function of one device's arrays, as one of stacks of those of its devices."""
 
         def of_one_device(*args):
             own = jax.tree.map(lambda x: x[0], args)
@@ -72,7 +72,7 @@ class Devices(NamedTuple):
         return Devices((*self.maps, inner))
 
     def over(self, function: Callable) -> Callable:
-        """A function for one device's arrays, as one for the stacked arrays of all."""
+        """A function of one device's arrays, as one of their stacks over all maps."""
         for shard_map in reversed(self.maps):
             function = shard_map.stacked(function)
         return function

@@ -79,8 +79,8 @@ class DtypeReport(NamedTuple):
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, products of many numbers, exponentials, logarithms and powers in 16
-        bits or fewer, in the same order.
+      narrow: sums, inner products, products of many numbers, exponentials, logarithms
+        and powers in 16 bits or fewer, in the same order.
       opaque: what cannot be looked into: kernels, callbacks and foreign calls, and
         operations that this version does not know.
     """
@@ -111,7 +111,7 @@ class DtypeReport(NamedTuple):
         sections = {
             "Matrix products and convolutions:": totals or ["  none"],
             "by line:": rows_of(self.products, self),
-            "Sums, exponentials, logarithms and powers in 16 bits:": rows_of(
+            "Sums, exponentials, logarithms and powers in 16 bits or fewer:": rows_of(
                 self.narrow, self
             ),
             "Not looked into:": rows_of(self.opaque, self),

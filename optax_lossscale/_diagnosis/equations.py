@@ -22,11 +22,10 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
 
 def keeps_numbers(eqn: JaxprEqn) -> bool:
     """Whether the result only moves, repeats or widens numbers of its one operand."""
-    kind = traits(eqn)
     if len(eqn.invars) != 1:
         return False
-    if Trait.CASTS not in kind:
-        return bool(kind & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
+    if Trait.CASTS not in traits(eqn):
+        return bool(traits(eqn) & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
     (result,) = eqn.outvars
     is_widened = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
     return is_widened and is_narrow_dtype(dtype_in(eqn.invars[0]))

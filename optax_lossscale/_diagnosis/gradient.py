@@ -42,7 +42,7 @@ class Gradient(NamedTuple):
     jaxpr: ClosedJaxpr
     forward: Jaxpr  # its equations that do not depend on the seed
     arguments: list[Argument]
-    # Those of 16 bits and fewer that results in the program have
+    # The dtypes of 16 bits or fewer among the results in the program
     narrow_dtypes: tuple[np.dtype, ...]
 
 
@@ -51,8 +51,8 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Whatever is not an array is passed on to the loss function as it is. But if no
-    parameter is an array, floats of Python are, as `jax.grad` also takes these.
+    Whatever is not an array is passed on to the loss function as it is. If no
+    parameter is an array, Python floats are taken for arrays, as `jax.grad` does.
     """
     if not any(map(is_traceable, jax.tree.leaves(params))):
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
@@ -89,7 +89,10 @@ def gradient_of(
 
 
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
-    """The equations of a gradient that do not depend on its seed."""
+    """The equations of a gradient that do not depend on its seed.
+
+    The jaxpr is there to be read, not to be run: nothing in it makes its results.
+    """
     of_backward: set[Var] = {jaxpr.invars[-1]}
     forward = []
     for eqn in jaxpr.eqns:

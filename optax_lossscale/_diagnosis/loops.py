@@ -20,7 +20,7 @@ from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carried_by, programs_with_operands
 
 RunsProgram = Callable[..., list[Value]]
-"""Called with a program, its arguments and, in a loop, the number of the round."""
+"""Called with a program, its arguments and, in a loop, the round as a tuple."""
 
 
 def scan(
@@ -45,7 +45,7 @@ def scan(
     rows_of_rounds = {}
     for n in reversed(rounds) if eqn.params["reverse"] else rounds:
         rows = [column[n] for column in columns]
-        results = run(body, [*consts, *carry, *rows], n)
+        results = run(body, [*consts, *carry, *rows], (n,))
         carry = results[: len(carried)]
         rows_of_rounds[n] = results[len(carried) :]
     stacks = zip(*(rows_of_rounds[n] for n in rounds), strict=True)
@@ -63,12 +63,12 @@ def while_loop(
     carry = list(ins[start:])
     for n in itertools.count():
         operands = [*consts, *carry]
-        (flags,) = run(condition, [operands[i] for i in of_condition], n)
+        (flags,) = run(condition, [operands[i] for i in of_condition], (n,))
         goes_on = np.asarray(flags.pair.actual)
         if not goes_on.any():
             break
         operands = [*consts, *_filled(goes_on, carry)]
-        results = run(body, [operands[i] for i in of_body], n)
+        results = run(body, [operands[i] for i in of_body], (n,))
         carry = _where(goes_on, results, carry)
     return carry
 
@@ -89,8 +89,9 @@ def cond(
 
 
 # Where rounds or branches differ between examples, or between devices, a program runs
-# for all of them. Those that do not count copy one that does, so that no note is about
-# numbers that the program never computes.
+# for all of them. Those whose loop has ended, or that take another branch, do not
+# *count*: they copy one that does, so that no note is about numbers that the program
+# never computes.
 
 
 def _filled(counts: np.ndarray, values: Sequence[Value]) -> list[Value]:

@@ -46,7 +46,8 @@ class Place:
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
-    # Whether it is in a backward pass: that of the loss function, or one inside of it
+    # Whether it is in a backward pass: that of the loss function, or one inside of it,
+    # which `Note.is_backward` leaves out
     is_derivative: bool = False
     terms: int = 1  # how many terms make each number of a product or sum
 
@@ -66,7 +67,7 @@ class Note(Figures):
       position: which of the equation's results it is, from 0.
       rounds: the rounds of the loops around it, the outermost first, from 0.
       is_backward: whether it is of the backward pass, and so in proportion to the loss
-        scale.
+        scale, unless the pass is not linear.
       stays_narrow: whether the reference was computed in 16 bits as well.
       reads: the notes of its operands, which are left out in a report.
       before: how far the worst of its operands is from the reference, as `error` is.

@@ -143,7 +143,8 @@ def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
         return [Pair(x, widened(x, widths.reference)) for x in actual]
     reference = in_wide(eqn, [x.followed for x in ins], widths.reference)
     pairs = list(map(Pair, actual, reference))
-    if Trait.CHOOSES in traits(eqn):  # a sorted array is right in either order
+    # What is sorted can be compared even if the two orders differ.
+    if Trait.CHOOSES in traits(eqn):
         return pairs
     return _by_its_choices(pairs)
 
@@ -152,7 +153,8 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
     The factors of an LU decomposition mean nothing without its pivots. So where the
-    reference has other pivots, its factors are replaced by the actual ones.
+    reference has other pivots, its factors are replaced by the actual ones. The first
+    choice decides, as the pivots do, and any other follows from it.
     """
     choices = [pair for pair in pairs if not is_inexact(pair.actual)]
     if not choices or len(choices) == len(pairs):

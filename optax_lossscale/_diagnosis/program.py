@@ -42,9 +42,9 @@ class Instruction(NamedTuple):
     eqn: JaxprEqn
     place: Place
     programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
-    # The positions of the results that have notes: floats, and choices that depend on
-    # floats. Others have the note of the first operand, as they have all of its numbers,
-    # or are integers.
+    # The positions of the results that have notes of their own: floats, and choices that
+    # depend on floats. Any other result only moves numbers, or is an integer, and has
+    # the note of its first operand.
     noted: Container[int]
     stays_narrow: bool  # whether it computes in 16 bits although it is given float32
     frees: Collection[Var]  # those that it reads or makes, and no later one reads

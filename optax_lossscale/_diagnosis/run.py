@@ -63,7 +63,8 @@ class Fit(NamedTuple):
     """Which loss scale fits, and the run at it."""
 
     run: Run  # the run at 1, if none fits
-    # None if the loss or a float32 result is not finite, or gradients are at no scale.
+    # None if no scale gives finite gradients, or if the loss, or a result of the
+    # reference, is not finite
     scale: InitialScale | None = None
     overflow: Note | None = None  # what overflows first above the largest scale
 
@@ -125,8 +126,7 @@ def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     first, overflow = first_overflow(at_1.notes, at_1.scale)
     largest = first - 1
     exponent = largest - MARGIN
-    backward = [note for note in at_1.notes if note.is_backward]
-    is_scaled = any(note.dtype == np.float16 for note in backward)
+    is_scaled = any(x.is_backward and x.dtype == np.float16 for x in at_1.notes)
     # A scale of 1 fits unless a run confirms another.
     scale = _initial_scale(0, 0) if is_scaled else _initial_scale(exponent, largest)
     fit = Fit(at_1, scale if at_1.is_finite else None, overflow)
@@ -137,9 +137,10 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
     """The fit that a run at its scale confirms, or `fit` if none does.
 
     2**exponent fits if the backward pass is linear in the scale. If it is not, the next
-    try is at the scale that the magnitudes of this run suggest.
+    try is at the scale that the magnitudes of this run suggest. At any time, `fit` is
+    the last that a run confirmed, and no scale above 2**most fits.
     """
-    most = HIGHEST  # the exponent of the largest scale that may still fit
+    most = HIGHEST
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:
@@ -150,16 +151,19 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
         first, overflow = first_overflow(run.notes, run.scale)
         largest = max(min(first - 1, most), exponent)
         fitting = largest - MARGIN
-        scale = _initial_scale(min(exponent, fitting), largest)
-        fit = Fit(run, scale, overflow or fit.overflow)
-        is_linear = fitting <= exponent + 1
-        if is_linear or overflow is None:  # or nothing is left that could overflow
+        may_overflow = overflow is not None
+        if largest < HIGHEST:  # as a larger scale did overflow
+            overflow = overflow or fit.overflow
+        fit = Fit(run, _initial_scale(min(exponent, fitting), largest), overflow)
+        is_near = fitting <= exponent + 1
+        if is_near or not may_overflow:
             break
         exponent = fitting
     return fit
 
 
 def _initial_scale(exponent: int, largest: int) -> InitialScale:
+    """The loss scale 2**exponent to begin with, where 2**largest is the largest."""
     return InitialScale(2.0**exponent, 2.0**largest)
 
 

@@ -176,8 +176,8 @@ class _Runner:
     def _run_inside(self, piece: Piece, env: Env) -> Env:
         """The results of a loop, a branch or a `shard_map`, from its programs."""
 
-        def run(program, values, *turn):  # `turn`: the number of the round, in a loop
-            inside = dataclasses.replace(self, rounds=(*self.rounds, *turn))
+        def run(program, values, rounds=()):
+            inside = dataclasses.replace(self, rounds=self.rounds + rounds)
             return inside.run(program, values)
 
         (instruction,) = piece.instructions

@@ -85,7 +85,8 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
 def _is_fixed(eqn: JaxprEqn) -> bool:
     """Whether an equation runs only in the dtypes that it was traced in, or may do so.
 
-    A program that it holds is traced in them. Only a scatter can trace its own anew.
+    So may one that holds a program, as that was traced in its dtypes; except for
+    scatters, whose function traces their program anew.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
@@ -110,7 +111,11 @@ def _is_scatter(eqn: JaxprEqn) -> bool:
 
 
 def _applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
-    """Applies an equation to arrays that may differ along all axes of the mesh."""
+    """Applies an equation to arrays that may differ along all axes of the mesh.
+
+    `devices` runs a `shard_map` without `check_vma`, so that there is no `pvary` or
+    `psum_invariant`.
+    """
     if Trait.VARIES not in traits(eqn):
         return bind(eqn, ins)
     if Trait.ADDS_MANY in traits(eqn):
@@ -131,8 +136,9 @@ def _rewritten(
 ) -> list[Array]:
     """The results of an equation whose parameters name `wide` for narrower dtypes."""
     params = dict(eqn.params)
-    # `reduce_precision` to that of a narrower dtype rounds nothing in a wide one.
-    if "mantissa_bits" in params and is_narrow_dtype(dtype_in(eqn.invars[0])):
+    # The wide program has no narrower dtype to round to.
+    is_rounding = name_of(eqn) == "reduce_precision"
+    if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(ins)
     if "precision" in params:
         params["precision"] = _ALL_DIGITS

@@ -282,6 +282,21 @@ def test_a_precision_is_a_choice_unless_all_products_have_it():
         assert not report(jnp.matmul, x, x).products[0].by_choice
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_calls_of_one_function_are_apart_where_one_widens_an_operand(first):
+    @jax.jit
+    def product(x, w):
+        return x @ w
+
+    def fun(x, w):
+        calls = [x.astype(F16).astype(F32), x]
+        return product(calls[first], w) + product(calls[1 - first], w)
+
+    products = report(fun, array(2, 4, dtype=F32), array(4, 4, dtype=F32)).products
+    assert sorted(p.is_widened for p in products) == [False, True]
+    assert [p.count for p in products] == [1, 1]
+
+
 def test_it_sees_what_an_operand_was_through_a_transposition():
     def fun(w, x):
         w = jnp.transpose(w.astype(F32))
@@ -462,7 +477,7 @@ Matrix products and convolutions:
 by line:
   float16          80.0%  1 dot_general  {line("half")} (model)
   float16→float32  20.0%  1 dot_general  {line("single")} (model)
-Sums, exponentials, logarithms and powers in 16 bits:
+Sums, exponentials, logarithms and powers in 16 bits or fewer:
   float16  8 terms  1 reduce_sum  {line("exponential")} (model)
   float16           1 exp         {line("exponential")} (model)"""
     assert re.sub(r"(?m)\S*/(?=test_dtypes.py)", "", text) == expected
