@@ -7,7 +7,7 @@ of the two. `compute` does so for the instructions of a piece, inside `jit`.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,19 +61,12 @@ class Pair(NamedTuple):
     """A value as it is computed, and its reference: the same in wider floats."""
 
     actual: Array
-    # An array. It is None for integers and booleans, in which the reference follows
-    # `actual`.
-    reference: Any = None
-
-    @property
-    def followed(self) -> Array:
-        """The reference, or the integers and booleans that it follows."""
-        return self.actual if self.reference is None else self.reference
+    reference: Array
 
     @property
     def settled(self) -> "Pair":
         """The pair for what reads it: in integers and booleans, the reference follows."""
-        return self if is_inexact(self.actual) else Pair(self.actual)
+        return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
     def figures(self) -> Figures:
@@ -90,7 +83,7 @@ class Pair(NamedTuple):
 def exact(x: Array, widths: Widths) -> Pair:
     """A pair of an array on the host and itself, as of a constant."""
     if not is_inexact(x):
-        return Pair(x)
+        return Pair(x, x)
     dtypes = [wide_dtype(x.dtype, width) for width in widths]
     return Pair(*(np.asarray(x).astype(dtype) for dtype in dtypes))
 
@@ -138,10 +131,10 @@ def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation."""
     actual = in_wide(eqn, [x.actual for x in ins], widths.actual)
     if not any(map(is_inexact, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, actual))
+        return list(map(Pair, actual, actual))
     if Trait.EFFECTFUL in traits(eqn):
         return [Pair(x, widened(x, widths.reference)) for x in actual]
-    reference = in_wide(eqn, [x.followed for x in ins], widths.reference)
+    reference = in_wide(eqn, [x.reference for x in ins], widths.reference)
     pairs = list(map(Pair, actual, reference))
     # What is sorted can be compared even if the two orders differ.
     if Trait.CHOOSES in traits(eqn):

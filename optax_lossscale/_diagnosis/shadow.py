@@ -21,7 +21,6 @@ from jax.extend.core import Literal, Var
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
-from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
@@ -98,9 +97,8 @@ class Shadow(NamedTuple):
 def _value_of(argument: Argument, widths: Widths) -> Value:
     """The value of an argument of the whole program."""
     pair = exact(argument.array, widths)
-    figures = Figures() if pair.reference is None else pair.figures
     note = Note(
-        **vars(figures),
+        **vars(pair.figures),
         place=Place(name=argument.name, is_parameter=argument.is_parameter),
         dtype=dtype_in(argument.array),
         is_backward=argument.is_seed,
