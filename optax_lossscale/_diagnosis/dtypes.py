@@ -8,7 +8,7 @@ Those of one kind on one line are one row.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +23,13 @@ from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.lines import is_of_optax, line_of
 from optax_lossscale._programs.operations import TABLE, Trait, traits
-from optax_lossscale._programs.values import HALVES, dtype_in, is_inexact
+from optax_lossscale._programs.values import (
+    HALVES,
+    Atom,
+    dtype_in,
+    dtypes_in,
+    is_inexact,
+)
 from optax_lossscale._programs.versions import mapped_axes, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import (
@@ -196,11 +202,11 @@ def _report_of(
     unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
     reports = []
     for eqn in jaxpr.eqns:
-        operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
+        operands = _before(eqn.invars, unwidened)
         if keeps_numbers(eqn):
             unwidened.update((id(v), operands[0]) for v in eqn.outvars)
         source = line_of(eqn, line)
-        reports.append(_report_on(eqn, usual, source, operands))
+        reports.append(_report_on(eqn, usual, source, unwidened))
         of_call = operands if Trait.CALLS in traits(eqn) else ()
         for program in programs_in(eqn):
             inner = _report_of(open_jaxpr(program), usual, source, of_call)
@@ -209,42 +215,37 @@ def _report_of(
 
 
 def _report_on(
-    eqn: JaxprEqn, usual: Any, source: str, before: Sequence[np.dtype]
+    eqn: JaxprEqn, usual: Any, source: str, unwidened: Mapping[int, np.dtype]
 ) -> DtypeReport:
     """The report on an equation, without the programs in it."""
-    floats = [n for n, v in enumerate(eqn.invars) if is_inexact(v)]
-    if is_product(eqn):  # of its first two operands
+
+    def operation(values):
+        operands = tuple(dtypes_in(values))
+        before = _before(values, unwidened)
+        return Operation(name_of(eqn), operands, before, source, terms=terms_of(eqn))
+
+    floats = list(filter(is_inexact, eqn.invars))
+    if is_product(eqn):
         asks = asks_for_precision(eqn) and eqn.params["precision"] != usual
-        product = _operation(eqn, range(2), source, before)._replace(
+        product = operation(eqn.invars[:2])._replace(
             multiplications=results_of(eqn) * terms_of(eqn),
             by_choice=asks or is_of_optax(eqn),
         )
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
-        results = tuple(dtype_in(v) for v in eqn.outvars if is_inexact(v))
-        if floats:
-            return DtypeReport(opaque=(_operation(eqn, floats, source, before),))
-        if results:
-            operation = Operation(name_of(eqn), results, results, source)
-            return DtypeReport(opaque=(operation,))
-    elif floats and (terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)):
-        operation = _operation(eqn, floats, source, before)
-        if operation.dtype.itemsize <= 2:
-            return DtypeReport(narrow=(operation,))
+        values = floats or list(filter(is_inexact, eqn.outvars))
+        return DtypeReport(opaque=(operation(values),) if values else ())
+    needs_digits = terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)
+    if floats and needs_digits and operation(floats).dtype.itemsize <= 2:
+        return DtypeReport(narrow=(operation(floats),))
     return DtypeReport()
 
 
-def _operation(
-    eqn: JaxprEqn, numbers: Sequence[int], source: str, before: Sequence[np.dtype]
-) -> Operation:
-    """An `Operation` for an equation, with its operands at some positions."""
-    return Operation(
-        primitive=name_of(eqn),
-        operands=tuple(dtype_in(eqn.invars[n]) for n in numbers),
-        before=tuple(before[n] for n in numbers),
-        source=source,
-        terms=terms_of(eqn),
-    )
+def _before(
+    values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
+) -> tuple[np.dtype, ...]:
+    """The dtypes that values had before they were widened."""
+    return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
 def _repeated(report: DtypeReport, times: int) -> DtypeReport:
