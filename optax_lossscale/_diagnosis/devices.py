@@ -34,6 +34,11 @@ class _Map(NamedTuple):
         """The number of its devices."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
+    @property
+    def of_stack(self) -> jax.P:
+        """The specification of a stack of its devices' arrays."""
+        return jax.P(self.axes)
+
     def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
         """A function of one device's arrays, as one of arrays laid out by the specs."""
         mapped = jax.shard_map(
@@ -54,11 +59,9 @@ class _Map(NamedTuple):
         """A function of one device's arrays, as one of stacks of those of its devices."""
 
         def of_one_device(*args):
-            own = jax.tree.map(lambda x: x[0], args)
-            return jax.tree.map(lambda x: x[None], function(*own))
+            return jax.tree.map(_as_stack, function(*jax.tree.map(_alone, args)))
 
-        each = jax.P(self.axes)
-        return self.apply(of_one_device, each, each)
+        return self.apply(of_one_device, self.of_stack, self.of_stack)
 
 
 class Devices(NamedTuple):
@@ -79,11 +82,11 @@ class Devices(NamedTuple):
 
     def entered(self, value: Value, spec: jax.P) -> Value:
         """An operand of the innermost `shard_map`: stacks the parts of its devices."""
-        return value.each(_stacking(self, spec))
+        return value.each(_on_each(self, _as_stack, spec, self.maps[-1].of_stack))
 
     def exited(self, value: Value, spec: jax.P) -> Value:
         """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
-        return value.each(_unstacking(self, spec))
+        return value.each(_on_each(self, _alone, self.maps[-1].of_stack, spec))
 
     def everywhere(self, x: Array) -> Array:
         """An array that is the same on each device, as the stacked arrays of all."""
@@ -94,16 +97,20 @@ class Devices(NamedTuple):
 
 
 @functools.cache
-def _stacking(devices: Devices, spec: jax.P) -> Callable:
-    """Stacks the parts that the devices of the innermost `shard_map` have."""
+def _on_each(
+    devices: Devices, function: Callable, in_spec: jax.P, out_spec: jax.P
+) -> Callable:
+    """Applies a function on each device of the innermost `shard_map`."""
     *outer, inner = devices.maps
-    stack = inner.apply(lambda x: x[None], spec, jax.P(inner.axes))
-    return jax.jit(Devices(tuple(outer)).over(stack))
+    mapped = inner.apply(function, in_spec, out_spec)
+    return jax.jit(Devices(tuple(outer)).over(mapped))
 
 
-@functools.cache
-def _unstacking(devices: Devices, spec: jax.P) -> Callable:
-    """Undoes `_stacking`."""
-    *outer, inner = devices.maps
-    unstack = inner.apply(lambda x: x[0], jax.P(inner.axes), spec)
-    return jax.jit(Devices(tuple(outer)).over(unstack))
+def _as_stack(x: jax.Array) -> jax.Array:
+    """An array of one device as a stack of one."""
+    return x[None]
+
+
+def _alone(x: jax.Array) -> jax.Array:
+    """The array of one device from a stack of one."""
+    return x[0]
