@@ -21,10 +21,11 @@ from jax.extend.core import Literal, Var
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
+from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
-from optax_lossscale._diagnosis.value import Value, noted_alone, notes_of
+from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Array,
@@ -80,25 +81,19 @@ class Shadow(NamedTuple):
     runner: "_Runner"  # which has noted these
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
-        """The results of the program, and all notes in the order of running.
-
-        The note of a result is about its own numbers, also where these were only moved.
-        """
+        """The results of the program, and all notes in the order of running."""
         runner = dataclasses.replace(self.runner, notes=[*self.runner.notes])
         env = {**self.env, self.rest.takes[-1]: _value_of(seed, runner.widths)}
         env = runner.after(self.rest.pieces, env)
-        results = []
-        for value in runner.read(self.rest.gives, env):
-            on_host = value.each(np.asarray)
-            results.append(noted_alone(on_host.pair, [on_host]))
-        return results, runner.notes
+        return runner.read(self.rest.gives, env), runner.notes
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
     """The value of an argument of the whole program."""
     pair = exact(argument.array, widths)
+    figures = pair.figures if is_inexact(argument.array) else Figures()
     note = Note(
-        **vars(pair.figures),
+        **vars(figures),
         place=Place(name=argument.name, is_parameter=argument.is_parameter),
         dtype=dtype_in(argument.array),
         is_backward=argument.is_seed,
