@@ -46,7 +46,6 @@ class Instruction(NamedTuple):
     # depend on floats. Any other result only moves numbers, or is an integer, and has
     # the note of its first operand.
     noted: Container[int]
-    stays_narrow: bool  # whether it computes in 16 bits although it is given float32
     frees: Collection[Var]  # those that it reads or makes, and no later one reads
 
 
@@ -85,14 +84,7 @@ def _instruction(eqn: JaxprEqn, outer: Place, frees: Collection[Var]) -> Instruc
     """An equation in its place, with the programs of a loop or branch."""
     place = _place_of(eqn, outer)
     programs = [program_of(program, place) for program in _programs_to_run(eqn)]
-    return Instruction(
-        eqn,
-        place,
-        programs,
-        noted=_noted(eqn),
-        stays_narrow=not programs and stays_narrow(eqn),
-        frees=frees,
-    )
+    return Instruction(eqn, place, programs, _noted(eqn), frees)
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
@@ -127,6 +119,7 @@ def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
         scope="/".join(scopes),
         is_derivative=outer.is_derivative or is_transposed,
         terms=terms_of(eqn),
+        stays_narrow=stays_narrow(eqn),
     )
 
 

@@ -229,7 +229,6 @@ class _Runner:
             reads,
             self.rounds,
             position,
-            stays_narrow=instruction.stays_narrow and is_inexact(pair.actual),
         )
         self.notes.append(note)
         return note
