@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
@@ -23,7 +23,6 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
     Array,
-    Atom,
     astype,
     is_inexact,
 )
@@ -93,21 +92,19 @@ def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair
 
     Of a choice, the reference is what it decides by itself.
     """
-    env = dict(
-        zip(map(id, piece.reads), map(_resharded, piece.reads, ins), strict=True)
-    )
+    env = dict(zip(piece.reads, map(_resharded, piece.reads, ins), strict=True))
     results = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
-        operands = [env[id(v)].settled for v in eqn.invars]
+        operands = [env[v].settled for v in eqn.invars]
         with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
             pairs = _results(eqn, operands, widths)
-        env.update(zip(map(id, eqn.outvars), pairs, strict=True))
+        env.update(zip(eqn.outvars, pairs, strict=True))
         results.append(pairs)
     return results
 
 
-def _resharded(v: Atom, pair: Pair) -> Pair:
+def _resharded(v: Var, pair: Pair) -> Pair:
     """A pair whose arrays lie along the axes of a mesh as they did when traced.
 
     The host may have had them in the meantime. JAX refuses operands that lie

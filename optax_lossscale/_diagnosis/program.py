@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import keeps_numbers
@@ -22,11 +22,7 @@ from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.keys import hashable, key_of
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import (
-    Atom,
-    is_inexact,
-    variables,
-)
+from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
@@ -53,7 +49,7 @@ class Piece(NamedTuple):
     """Consecutive instructions."""
 
     instructions: Sequence[Instruction]
-    reads: Sequence[Atom]  # the literals, and the variables that earlier ones make
+    reads: Sequence[Var]  # the variables that earlier ones make
     key: Hashable  # equal for pieces that compute the same of what they read
 
 
@@ -61,23 +57,34 @@ class Program(NamedTuple):
     """A program in pieces."""
 
     takes: Sequence[Var]  # the variables of its arguments
-    gives: Sequence[Atom]  # those of its results, or literals
-    constants: Mapping[Var, np.ndarray]
+    gives: Sequence[Var]  # those of its results
+    constants: Mapping[Var, Array]  # literals included
     pieces: Sequence[Piece]
 
 
 def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
     """A jaxpr in pieces, where `outer` is the place of the equation that holds it."""
     flat = all_flat(program)
+    constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
+
+    def named(v):
+        """A variable as it is, and a new one for a literal."""
+        if not isinstance(v, Literal):
+            return v
+        constant = Var(v.aval)
+        constants[constant] = np.asarray(v.val, dtype_in(v))
+        return constant
+
+    gives = list(map(named, flat.outs))
     instructions = []
-    needed = set(variables(flat.outs))
+    needed = set(gives)
     for eqn in reversed(flat.eqns):
-        frees = {*variables(eqn.invars), *eqn.outvars} - needed
+        eqn = eqn.replace(invars=list(map(named, eqn.invars)))
+        frees = {*eqn.invars, *eqn.outvars} - needed
         needed |= frees
         instructions.append(_instruction(eqn, outer, frees))
-    constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
     pieces = list(map(_piece, _divided(instructions[::-1])))
-    return Program(flat.ins, flat.outs, constants, pieces)
+    return Program(flat.ins, gives, constants, pieces)
 
 
 def _instruction(eqn: JaxprEqn, outer: Place, frees: Collection[Var]) -> Instruction:
@@ -137,18 +144,17 @@ def _divided(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 
 def _piece(instructions: Sequence[Instruction]) -> Piece:
     """A piece of these instructions."""
-    # By the `id` of a variable or literal, in the order in which they appear
-    numbers: dict[int, int] = {}
+    numbers: dict[Var, int] = {}  # in the order in which they appear
     reads = []
     key: list[Hashable] = []
     for instruction in instructions:
         eqn = instruction.eqn
         for v in eqn.invars:
-            if id(v) not in numbers:
-                numbers[id(v)] = len(numbers)
+            if v not in numbers:
+                numbers[v] = len(numbers)
                 reads.append(v)
-        key.append((key_of(eqn), tuple(numbers[id(v)] for v in eqn.invars)))
+        key.append((key_of(eqn), tuple(numbers[v] for v in eqn.invars)))
         for v in eqn.outvars:
-            numbers[id(v)] = len(numbers)
+            numbers[v] = len(numbers)
     key += [v.aval for v in reads]
     return Piece(instructions, reads, hashable(tuple(key), instructions))

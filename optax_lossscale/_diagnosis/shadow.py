@@ -16,8 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
@@ -27,13 +26,7 @@ from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import (
-    Array,
-    Atom,
-    dtype_in,
-    is_inexact,
-    variables,
-)
+from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -85,7 +78,7 @@ class Shadow(NamedTuple):
         runner = dataclasses.replace(self.runner, notes=[*self.runner.notes])
         env = {**self.env, self.rest.takes[-1]: _value_of(seed, runner.widths)}
         env = runner.after(self.rest.pieces, env)
-        return runner.read(self.rest.gives, env), runner.notes
+        return [env[v] for v in self.rest.gives], runner.notes
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
@@ -134,7 +127,7 @@ class _Runner:
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
         """The results of a program."""
         env = self.after(program.pieces, self.env_of(program, values))
-        return self.read(program.gives, env)
+        return [env[v] for v in program.gives]
 
     def env_of(self, program: Program, values: Iterable[Value]) -> Env:
         """The values that a program begins with: its constants and arguments."""
@@ -152,17 +145,7 @@ class _Runner:
                     del values[v]
         return values
 
-    def read(self, atoms: Iterable[Atom], env: Env) -> list[Value]:
-        """The values of variables and literals."""
-        values = []
-        for v in atoms:
-            if isinstance(v, Literal):
-                values.append(self._constant(np.asarray(v.val, dtype_in(v))))
-            else:
-                values.append(env[v])
-        return values
-
-    def _constant(self, x: np.ndarray) -> Value:
+    def _constant(self, x: Array) -> Value:
         """A constant of a program as a value, which is the same on each device."""
         return Value(exact(x, self.widths)).each(self.devices.everywhere)
 
@@ -175,7 +158,7 @@ class _Runner:
 
         (instruction,) = piece.instructions
         eqn = instruction.eqn
-        ins = self.read(eqn.invars, env)
+        ins = [env[v] for v in eqn.invars]
         if Trait.SCANS in traits(eqn):
             results = loops.scan(instruction, ins, run, len(self.devices.maps))
         elif Trait.WHILE in traits(eqn):
@@ -199,12 +182,12 @@ class _Runner:
 
     def _compute(self, piece: Piece, env: Env) -> Env:
         """The results of a piece without loops, by compiled code, with their notes."""
-        ins = [value.pair for value in self.read(piece.reads, env)]
+        values = {v: env[v] for v in piece.reads}
+        ins = [value.pair for value in values.values()]
         pairs_of_each = self._compiled_for(piece)(ins)
-        values = {v: env[v] for v in variables(piece.reads)}
         for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
             eqn = instruction.eqn
-            reads = notes_of(values[v] for v in variables(eqn.invars))
+            reads = notes_of(values[v] for v in eqn.invars)
             for position, v in enumerate(eqn.outvars):
                 pair = results[position]
                 note = self._note(instruction, position, pair, reads)
