@@ -73,18 +73,14 @@ class Pair(NamedTuple):
         if not is_inexact(self.actual):
             return figures_of_choices(self.actual, self.reference)
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
-        return figures_of(
-            np.asarray(self.actual).astype(dtype),
-            np.asarray(self.reference).astype(dtype),
-        )
+        return figures_of(*(np.asarray(x, dtype) for x in self))
 
 
 def exact(x: Array, widths: Widths) -> Pair:
     """A pair of an array on the host and itself, as of a constant."""
     if not is_inexact(x):
         return Pair(x, x)
-    dtypes = [wide_dtype(x.dtype, width) for width in widths]
-    return Pair(*(np.asarray(x).astype(dtype) for dtype in dtypes))
+    return Pair(*(np.asarray(x, wide_dtype(x.dtype, width)) for width in widths))
 
 
 def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
