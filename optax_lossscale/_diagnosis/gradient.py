@@ -45,6 +45,11 @@ class Gradient(NamedTuple):
     # The dtypes of 16 bits or fewer among the results in the program
     narrow_dtypes: tuple[np.dtype, ...]
 
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """The arrays by which the loss is differentiated, by name."""
+        return {x.name: x.array for x in self.arguments if x.is_parameter}
+
 
 def gradient_of(
     loss_fn: Callable[..., Any], params: Any, args: tuple, kwargs: dict, has_aux: bool

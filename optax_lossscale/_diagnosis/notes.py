@@ -51,6 +51,8 @@ class Place:
     is_derivative: bool = False
     terms: int = 1  # how many terms make each number of a product or sum
     stays_narrow: bool = False  # whether it computes in 16 bits if given wider floats
+    # Whether it adds or multiplies by a constant that may have been lost to rounding
+    has_lost_constant: bool = False
 
     @property
     def moved(self) -> "Place":

@@ -6,6 +6,7 @@ are alike, share what is compiled for one. A loop or branch that computes floats
 piece by itself, whose programs are divided in turn.
 """
 
+import math
 import re
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +23,12 @@ from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.keys import hashable, key_of
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import Array, dtype_in, is_inexact
+from optax_lossscale._programs.values import (
+    Array,
+    dtype_in,
+    is_inexact,
+    is_narrow_dtype,
+)
 from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
@@ -79,17 +85,17 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
     instructions = []
     needed = set(gives)
     for eqn in reversed(flat.eqns):
+        place = _place_of(eqn, outer)
         eqn = eqn.replace(invars=list(map(named, eqn.invars)))
         frees = {*eqn.invars, *eqn.outvars} - needed
         needed |= frees
-        instructions.append(_instruction(eqn, outer, frees))
+        instructions.append(_instruction(eqn, place, frees))
     pieces = list(map(_piece, _divided(instructions[::-1])))
     return Program(flat.ins, gives, constants, pieces)
 
 
-def _instruction(eqn: JaxprEqn, outer: Place, frees: Collection[Var]) -> Instruction:
+def _instruction(eqn: JaxprEqn, place: Place, frees: Collection[Var]) -> Instruction:
     """An equation in its place, with the programs of a loop or branch."""
-    place = _place_of(eqn, outer)
     programs = [program_of(program, place) for program in _programs_to_run(eqn)]
     return Instruction(eqn, place, programs, _noted(eqn), frees)
 
@@ -127,7 +133,24 @@ def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
         is_derivative=outer.is_derivative or is_transposed,
         terms=terms_of(eqn),
         stays_narrow=stays_narrow(eqn),
+        has_lost_constant=_has_lost_constant(eqn),
     )
+
+
+def _has_lost_constant(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by the latter.
+
+    It may be what rounding left of a constant, as of 1e-8 and -1e9 in float16.
+    """
+    constants = [
+        float(v.val)
+        for v in eqn.invars
+        if isinstance(v, Literal) and is_narrow_dtype(dtype_in(v))
+    ]
+    adds = Trait.ADDS_TWO in traits(eqn)
+    if not adds and Trait.MULTIPLIES not in traits(eqn):
+        return False
+    return any(math.isinf(x) or (adds and x == 0) for x in constants)
 
 
 def _divided(instructions: Iterable[Instruction]) -> list[list[Instruction]]:

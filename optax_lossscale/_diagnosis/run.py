@@ -25,6 +25,7 @@ from optax_lossscale._diagnosis.scale import (
 )
 from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value, notes_of
+from optax_lossscale._programs.values import Array
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
 
@@ -72,6 +73,7 @@ class Fit(NamedTuple):
 class Runs(NamedTuple):
     """The runs of a gradient."""
 
+    parameters: dict[str, Array]  # by name
     at_1: Run  # at a loss scale of 1
     fit: Fit
     # The program in float32, with its own choices, beside float64, at the same scale as
@@ -101,10 +103,11 @@ def runs_of(gradient: Gradient) -> Runs:
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
     if not _is_in_doubt(fit.run):
-        return Runs(at_1, fit, None)
+        return Runs(gradient.parameters, at_1, fit, None)
     with jax.enable_x64(True):
         shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
-        return Runs(at_1, fit, _run(shadow, gradient, fit.run.scale))
+        in_float32 = _run(shadow, gradient, fit.run.scale)
+    return Runs(gradient.parameters, at_1, fit, in_float32)
 
 
 def _is_in_doubt(run: Run) -> bool:
@@ -171,7 +174,6 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
     (loss, *others), notes = shadow(seed)
-    names = [argument.name for argument in gradient.arguments if argument.is_parameter]
-    grads = others[: len(names)]
-    aux = others[len(names) :]
-    return Run(scale, loss, dict(zip(names, grads, strict=True)), aux, notes)
+    n = len(gradient.parameters)
+    grads = dict(zip(gradient.parameters, others[:n], strict=True))
+    return Run(scale, loss, grads, others[n:], notes)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
@@ -27,7 +28,8 @@ from optax_lossscale._diagnosis.value import notes_of
 _COMPARABLE = 2.0**-100
 # Of a result that is 0 in float32, these say that two things are to be equal.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
-_FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
+_FAR_LESS = 3  # times: an error of float32 that is so much less than that of 16 bits
+_NEAR = 4  # how many equations back a constant may be that would have kept it finite
 _NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
 
 
@@ -47,6 +49,8 @@ class Wrong(NamedTuple):
       place: the equation at fault.
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and what lies between these and the equation.
+        If the result is not finite in float32 either, those that read a constant which
+        rounding made 0 or infinite.
       is_inner: whether it is in a derivative that the loss function itself takes.
       is_in_float32: whether the result is not finite in float32 either.
     """
@@ -101,8 +105,9 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """The first value inside of which a fifth is off, and is still off in a later value.
 
     A value does not count if float32 does not determine it, if all that is computed
-    from it is below float16's normal numbers in a program of float16, or if no result
-    is computed from it, as of a loop's condition. What the loss function returns beside
+    from it is below float16's normal numbers in a program of float16, if no result is
+    computed from it, as of a loop's condition, or if it is the difference of numbers
+    that are equal but for rounding to 16 bits. What the loss function returns beside
     the loss counts without a later value, and also if it is not finite.
 
     Args:
@@ -122,9 +127,12 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
         if note.typical >= least
         for read in all_before(note.reads, _if_moved)
     }
+    eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
     for note in spread:
         if note in counts:
-            return [_entry(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
+            cause = cause_of(note)
+            if not _is_difference_of_equals(cause, eps):
+                return [_entry(A_VALUE_INSIDE, note.off_share, cause, run)]
     return []
 
 
@@ -162,7 +170,19 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
             for earlier in runs.fitting.notes:
                 if earlier.bad and earlier in before:
                     return cause_of(earlier)
-    return cause_in_float32(note)
+    cause = cause_in_float32(note)
+    return cause._replace(rounded=_lost_constants(cause))
+
+
+def _lost_constants(cause: Cause) -> tuple[Note, ...]:
+    """The nearest equations before an infinity that read a constant lost to rounding."""
+    nearest = [cause.note] if cause.is_in_float32 else []
+    for _ in range(_NEAR):
+        found = tuple(note for note in nearest if note.place.has_lost_constant)
+        if found:
+            return found
+        nearest = [read for note in nearest for read in note.reads]
+    return ()
 
 
 def _can_be_judged(runs: Runs, name: str, note: Note) -> bool:
@@ -189,7 +209,12 @@ def _determines(in_float32: Note | None, note: Note) -> bool:
 def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
     """How far the loss or a gradient is off, and why; None for one that is right."""
     if note.error > TOLERANCE:
-        return note.error, cause_of(note)
+        cause = cause_of(note)
+        if name == THE_LOSS and cause.how is How.CANCELS and _are_grads_right(runs):
+            off = note.distance / max(_change_of_loss(runs), _COMPARABLE)
+            if off <= TOLERANCE:
+                return off, None
+        return note.error, cause
     run = runs.fitting
     off = _out_of_proportion(runs.at_1.results[name].note, note, run.scale)
     if off <= TOLERANCE:
@@ -200,6 +225,33 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
         if _out_of_proportion(beside, computed, run.scale) > TOLERANCE:
             return off, Cause(How.IS_NOT_LINEAR, computed)
     return off, Cause(How.IS_NOT_LINEAR, note)
+
+
+def _are_grads_right(runs: Runs) -> bool:
+    """Whether all gradients that float32 determines are right."""
+    for name, value in runs.fitting.grads.items():
+        note = value.note
+        if note is None:
+            continue
+        is_off = note.error > TOLERANCE or not note.is_reference_finite
+        if is_off and _can_be_judged(runs, name, note):
+            return False
+    return True
+
+
+def _change_of_loss(runs: Runs) -> float:
+    """How much the loss changes as the parameters do, for a loss that is about 0.
+
+    That is the sum of the inner products of each parameter with its gradient. The loss
+    of a policy in its first step is 0, as advantages add up to 0. What is left of it by
+    rounding is nothing beside what a change of the parameters makes of it.
+    """
+    run = runs.fitting
+    changes = []
+    for name, x in runs.parameters.items():
+        grad = np.asarray(run.grads[name].pair.reference).ravel()
+        changes.append(abs(np.vdot(np.asarray(x).ravel().astype(grad.dtype), grad)))
+    return float(sum(changes)) / run.scale
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
@@ -229,6 +281,18 @@ def _spread(runs: Runs) -> list[Note]:
         if is_right or _determines(beside, note):
             spread.append(note)
     return spread
+
+
+def _is_difference_of_equals(cause: Cause, eps: float) -> bool:
+    """Whether numbers cancel that 16 bits, of this relative rounding, do not tell apart.
+
+    As the logarithms of the probabilities that a policy gives in training and gave when
+    its data was collected: their difference is 0 but for rounding.
+    """
+    note = cause.note
+    terms = max((read.typical for read in note.reads), default=0.0)
+    size_of_sum = terms * math.sqrt(note.place.terms)
+    return cause.how is How.CANCELS and note.typical < eps * size_of_sum
 
 
 def _if_moved(note: Note) -> Sequence[Note]:
