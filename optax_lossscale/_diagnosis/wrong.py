@@ -16,6 +16,7 @@ from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
+    SUMS,
     THE_LOSS,
     Note,
     all_before,
@@ -23,6 +24,7 @@ from optax_lossscale._diagnosis.notes import (
 )
 from optax_lossscale._diagnosis.run import Run, Runs
 from optax_lossscale._diagnosis.value import notes_of
+from optax_lossscale._programs.values import is_narrow_dtype
 
 # The least size to compare: smaller numbers may lack digits in float32.
 _COMPARABLE = 2.0**-100
@@ -131,7 +133,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     for note in spread:
         if note in counts:
             cause = cause_of(note)
-            if not _is_difference_of_equals(cause, eps):
+            if not _is_difference_of_equals(cause.note, eps):
                 return [_entry(A_VALUE_INSIDE, note.off_share, cause, run)]
     return []
 
@@ -210,7 +212,7 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
     """How far the loss or a gradient is off, and why; None for one that is right."""
     if note.error > TOLERANCE:
         cause = cause_of(note)
-        if name == THE_LOSS and cause.how is How.CANCELS and _are_grads_right(runs):
+        if name == THE_LOSS and _is_wide_sum(cause.note) and _are_grads_right(runs):
             off = note.distance / max(_change_of_loss(runs), _COMPARABLE)
             if off <= TOLERANCE:
                 return off, None
@@ -225,6 +227,11 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
         if _out_of_proportion(beside, computed, run.scale) > TOLERANCE:
             return off, Cause(How.IS_NOT_LINEAR, computed)
     return off, Cause(How.IS_NOT_LINEAR, note)
+
+
+def _is_wide_sum(note: Note) -> bool:
+    """Whether an equation adds or subtracts, and is not itself in 16 bits."""
+    return note.is_any(SUMS) and not is_narrow_dtype(note.dtype)
 
 
 def _are_grads_right(runs: Runs) -> bool:
@@ -286,16 +293,15 @@ def _spread(runs: Runs) -> list[Note]:
     return spread
 
 
-def _is_difference_of_equals(cause: Cause, eps: float) -> bool:
-    """Whether numbers cancel that 16 bits, of this relative rounding, do not tell apart.
+def _is_difference_of_equals(note: Note, eps: float) -> bool:
+    """Whether a sum is of terms that 16 bits, which round by `eps`, do not tell apart.
 
     As the logarithms of the probabilities that a policy gives in training and gave when
     its data was collected: their difference is 0 but for rounding.
     """
-    note = cause.note
     terms = max((read.typical for read in note.reads), default=0.0)
     size_of_sum = terms * math.sqrt(note.place.terms)
-    return cause.how is How.CANCELS and note.typical < eps * size_of_sum
+    return _is_wide_sum(note) and note.typical < eps * size_of_sum
 
 
 def _if_moved(note: Note) -> Sequence[Note]:
