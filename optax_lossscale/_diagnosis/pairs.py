@@ -92,7 +92,7 @@ def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair
     results = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
-        operands = [env[v].settled for v in eqn.invars]
+        operands = [env[v].settled for v in instruction.ins]
         with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
             pairs = _results(eqn, operands, widths)
         env.update(zip(eqn.outvars, pairs, strict=True))

@@ -25,6 +25,7 @@ from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Array,
+    Atom,
     dtype_in,
     is_inexact,
     is_narrow_dtype,
@@ -42,6 +43,7 @@ class Instruction(NamedTuple):
     """An equation in its place, with variables that no other instruction makes."""
 
     eqn: JaxprEqn
+    ins: Sequence[Var]  # its operands; a literal has a variable of its own
     place: Place
     programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
     # The positions of the results that have notes of their own: floats, and choices that
@@ -73,7 +75,7 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
     flat = all_flat(program)
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
 
-    def named(v):
+    def named(v: Atom) -> Var:
         """A variable as it is, and a new one for a literal."""
         if not isinstance(v, Literal):
             return v
@@ -85,19 +87,15 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
     instructions = []
     needed = set(gives)
     for eqn in reversed(flat.eqns):
-        place = _place_of(eqn, outer)
-        eqn = eqn.replace(invars=list(map(named, eqn.invars)))
-        frees = {*eqn.invars, *eqn.outvars} - needed
+        ins = list(map(named, eqn.invars))
+        frees = {*ins, *eqn.outvars} - needed
         needed |= frees
-        instructions.append(_instruction(eqn, place, frees))
+        place = _place_of(eqn, outer)
+        programs = [program_of(held, place) for held in _programs_to_run(eqn)]
+        noted = _noted(eqn)
+        instructions.append(Instruction(eqn, ins, place, programs, noted, frees))
     pieces = list(map(_piece, _divided(instructions[::-1])))
     return Program(flat.ins, gives, constants, pieces)
-
-
-def _instruction(eqn: JaxprEqn, place: Place, frees: Collection[Var]) -> Instruction:
-    """An equation in its place, with the programs of a loop or branch."""
-    programs = [program_of(program, place) for program in _programs_to_run(eqn)]
-    return Instruction(eqn, place, programs, _noted(eqn), frees)
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
@@ -172,11 +170,11 @@ def _piece(instructions: Sequence[Instruction]) -> Piece:
     key: list[Hashable] = []
     for instruction in instructions:
         eqn = instruction.eqn
-        for v in eqn.invars:
+        for v in instruction.ins:
             if v not in numbers:
                 numbers[v] = len(numbers)
                 reads.append(v)
-        key.append((key_of(eqn), tuple(numbers[v] for v in eqn.invars)))
+        key.append((key_of(eqn), tuple(numbers[v] for v in instruction.ins)))
         for v in eqn.outvars:
             numbers[v] = len(numbers)
     key += [v.aval for v in reads]

@@ -158,7 +158,7 @@ class _Runner:
 
         (instruction,) = piece.instructions
         eqn = instruction.eqn
-        ins = [env[v] for v in eqn.invars]
+        ins = [env[v] for v in instruction.ins]
         if Trait.SCANS in traits(eqn):
             results = loops.scan(instruction, ins, run, len(self.devices.maps))
         elif Trait.WHILE in traits(eqn):
@@ -187,7 +187,7 @@ class _Runner:
         pairs_of_each = self._compiled_for(piece)(ins)
         for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
             eqn = instruction.eqn
-            reads = notes_of(values[v] for v in eqn.invars)
+            reads = notes_of(values[v] for v in instruction.ins)
             for position, v in enumerate(eqn.outvars):
                 pair = results[position]
                 note = self._note(instruction, position, pair, reads)
