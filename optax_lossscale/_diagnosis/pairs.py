@@ -73,14 +73,18 @@ class Pair(NamedTuple):
         if not is_inexact(self.actual):
             return figures_of_choices(self.actual, self.reference)
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
-        return figures_of(*(np.asarray(x, dtype) for x in self))
+        actual = np.asarray(self.actual, dtype)
+        reference = np.asarray(self.reference, dtype)
+        return figures_of(actual, reference)
 
 
 def exact(x: Array, widths: Widths) -> Pair:
     """A pair of an array on the host and itself, as of a constant."""
     if not is_inexact(x):
         return Pair(x, x)
-    return Pair(*(np.asarray(x, wide_dtype(x.dtype, width)) for width in widths))
+    actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))
+    reference = np.asarray(x, wide_dtype(x.dtype, widths.reference))
+    return Pair(actual, reference)
 
 
 def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:

@@ -259,8 +259,9 @@ def _change_of_loss(runs: Runs) -> float:
     run = runs.fitting
     changes = []
     for name, x in runs.parameters.items():
-        grad = np.asarray(run.grads[name].pair.reference).ravel()
-        changes.append(abs(np.vdot(np.asarray(x).ravel().astype(grad.dtype), grad)))
+        grad = np.asarray(run.grads[name].pair.reference)
+        parameter = np.asarray(x).astype(grad.dtype)
+        changes.append(abs(np.vdot(parameter, grad)))
     return float(sum(changes)) / run.scale
 
 
