@@ -29,7 +29,7 @@ The words that these files share:
   *bad* if it is not finite where the reference is, and *lost* if it is 0 where the
   reference is not.
 - A value is *of the backward pass* if it depends on that pass's seed, which is the loss
-  scale. So it grows as the loss scale does.
+  scale. So it grows as the loss scale does, unless the pass is not linear.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
   or the condition of a loop. The reference *follows* the choices of the other value.
 """

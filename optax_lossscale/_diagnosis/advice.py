@@ -73,7 +73,19 @@ def _fine(findings: Findings) -> str:
 def _about_what_is_wrong(findings: Findings) -> _Remarks:
     """Remarks on the loss, gradients or values inside that are off."""
     for wrong in findings.wrong:
-        yield f"{_what_is_wrong(findings, wrong)}: {wrong.because}.", _remedy(wrong)
+        remedy = _remedy(wrong) + _about_constants(wrong)
+        yield f"{_what_is_wrong(findings, wrong)}: {wrong.because}.", remedy
+
+
+def _about_constants(wrong: Wrong) -> str:
+    """A further sentence, if constants were lost that would have kept numbers finite."""
+    if not wrong.is_in_float32 or not wrong.rounded:
+        return ""
+    return (
+        f" A constant at {lines_of(wrong.rounded)} became 0 or infinite in 16 bits when "
+        "the program was traced: write it as a float32 array, or compute in float32 "
+        "there."
+    )
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
@@ -264,6 +276,15 @@ def _about_gradients(findings: Findings) -> _Remarks:
         yield (
             "The gradients are nothing but rounding, in float32 as well.",
             "Diagnose other parameters or another batch.",
+        )
+    elif len(findings.undetermined) >= len(findings.off):  # which has the loss as well
+        n = len(findings.undetermined)
+        total = n + len(findings.off) - 1
+        yield (
+            f"Float32 itself does not determine {n} of {total} gradients, which 16 bits "
+            "round by more.",
+            "Look for what cancels in float32 as well, such as a mean that is large "
+            "beside the deviations from it, or diagnose other parameters.",
         )
 
 

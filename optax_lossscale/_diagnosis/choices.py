@@ -29,7 +29,7 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
     off = {}
     for name, in_float32 in runs.in_float32.results.items():
         pair = Pair(as_written[name].pair.actual, in_float32.pair.actual)
-        error = pair.compared().figures.error
+        error = pair.figures.error
         if name in right and error > TOLERANCE:
             off[name] = error
     return off

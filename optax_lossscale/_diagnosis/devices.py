@@ -9,14 +9,17 @@ form, and `over` runs a piece.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.value import Value
+from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.versions import mapped_axes
 
 
@@ -26,8 +29,18 @@ class _Map(NamedTuple):
     mesh: Any
     axes: tuple[str, ...]
 
+    @property
+    def size(self) -> int:
+        """The number of its devices."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def of_stack(self) -> jax.P:
+        """The specification of a stack of its devices' arrays."""
+        return jax.P(self.axes)
+
     def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
-        """A function of one device's arrays, as one of arrays over all of its devices."""
+        """A function of one device's arrays, as one of arrays laid out by the specs."""
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -43,14 +56,12 @@ class _Map(NamedTuple):
         return lambda *args: mapped(*reshard(args, in_specs))
 
     def stacked(self, function: Callable) -> Callable:
-        """A function of one device's arrays, as one of the stacked arrays of all."""
+        """A function of one device's arrays, as one of stacks of those of its devices."""
 
         def of_one_device(*args):
-            own = jax.tree.map(lambda x: x[0], args)
-            return jax.tree.map(lambda x: x[None], function(*own))
+            return jax.tree.map(_as_stack, function(*jax.tree.map(_alone, args)))
 
-        each = jax.P(self.axes)
-        return self.apply(of_one_device, each, each)
+        return self.apply(of_one_device, self.of_stack, self.of_stack)
 
 
 class Devices(NamedTuple):
@@ -64,37 +75,42 @@ class Devices(NamedTuple):
         return Devices((*self.maps, inner))
 
     def over(self, function: Callable) -> Callable:
-        """A function for one device's arrays, as one for the stacked arrays of all."""
+        """A function of one device's arrays, as one of their stacks over all maps."""
         for shard_map in reversed(self.maps):
             function = shard_map.stacked(function)
         return function
 
     def entered(self, value: Value, spec: jax.P) -> Value:
         """An operand of the innermost `shard_map`: stacks the parts of its devices."""
-        return value.each(_stacking(self, spec))
+        return value.each(_on_each(self, _as_stack, spec, self.maps[-1].of_stack))
 
     def exited(self, value: Value, spec: jax.P) -> Value:
         """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
-        return value.each(_unstacking(self, spec))
+        return value.each(_on_each(self, _alone, self.maps[-1].of_stack, spec))
 
-    def everywhere(self, value: Value) -> Value:
-        """A value that is the same on each device, in the form of the stacked arrays."""
-        for n in range(len(self.maps)):
-            value = Devices(self.maps[: n + 1]).entered(value, jax.P())
-        return value
-
-
-@functools.cache
-def _stacking(devices: Devices, spec: jax.P) -> Callable:
-    """Stacks the parts that the devices of the innermost `shard_map` have."""
-    *outer, inner = devices.maps
-    stack = inner.apply(lambda x: x[None], spec, jax.P(inner.axes))
-    return jax.jit(Devices(tuple(outer)).over(stack))
+    def everywhere(self, x: Array) -> Array:
+        """An array that is the same on each device, as the stacked arrays of all."""
+        if not self.maps:
+            return x
+        sizes = [shard_map.size for shard_map in self.maps]
+        return jnp.broadcast_to(x, (*sizes, *x.shape))
 
 
 @functools.cache
-def _unstacking(devices: Devices, spec: jax.P) -> Callable:
-    """Undoes `_stacking`."""
+def _on_each(
+    devices: Devices, function: Callable, in_spec: jax.P, out_spec: jax.P
+) -> Callable:
+    """Applies a function on each device of the innermost `shard_map`."""
     *outer, inner = devices.maps
-    unstack = inner.apply(lambda x: x[0], jax.P(inner.axes), spec)
-    return jax.jit(Devices(tuple(outer)).over(unstack))
+    mapped = inner.apply(function, in_spec, out_spec)
+    return jax.jit(Devices(tuple(outer)).over(mapped))
+
+
+def _as_stack(x: jax.Array) -> jax.Array:
+    """An array of one device as a stack of one."""
+    return x[None]
+
+
+def _alone(x: jax.Array) -> jax.Array:
+    """The array of one device from a stack of one."""
+    return x[0]

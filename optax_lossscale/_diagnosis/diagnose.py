@@ -21,7 +21,7 @@ from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.page import Diagnosis, Findings
-from optax_lossscale._diagnosis.run import Runs, runs_of
+from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
@@ -144,6 +144,7 @@ def _findings(
         loss_in_float32=_loss_in_float32(runs),
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
+        undetermined=_undetermined(run, {*off, *(x.name for x in wrong_results)}),
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
         wrong=tuple(wrong_results or wrong_inside(runs, dtypes)),
         off=off,
@@ -157,6 +158,13 @@ def _findings(
         underflow=underflow(runs.at_1.grads, run.grads, right) if may_scale else {},
         not_compared=runs.not_compared,
         table=table_of(run.notes),
+    )
+
+
+def _undetermined(run: Run, judged: Container[str]) -> tuple[str, ...]:
+    """The names of the gradients that were not judged. One that is constant is right."""
+    return tuple(
+        name for name, value in run.grads.items() if value.note and name not in judged
     )
 
 

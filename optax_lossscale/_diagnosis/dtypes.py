@@ -5,23 +5,33 @@ and exponentials only where they are narrow, and operations that no jaxpr shows 
 Those of one kind on one line are one row.
 """
 
+import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import usual_precision
-from optax_lossscale._diagnosis.equations import Equation, equations
+from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.text import aligned, percent
-from optax_lossscale._programs.lines import is_of_optax
+from optax_lossscale._programs.cached import cached_by_program
+from optax_lossscale._programs.lines import is_of_optax, line_of
 from optax_lossscale._programs.operations import TABLE, Trait, traits
-from optax_lossscale._programs.values import HALVES, dtype_in, is_inexact
-from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.values import (
+    HALVES,
+    Atom,
+    dtype_in,
+    dtypes_in,
+    is_inexact,
+)
+from optax_lossscale._programs.versions import mapped_axes, name_of, open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import (
     asks_for_precision,
     is_product,
@@ -75,15 +85,15 @@ class DtypeReport(NamedTuple):
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, products of many numbers, exponentials, logarithms and powers in 16
-        bits or fewer, in the same order.
+      narrow: sums, inner products, products of many numbers, exponentials, logarithms
+        and powers in 16 bits or fewer, in the same order.
       opaque: what cannot be looked into: kernels, callbacks and foreign calls, and
         operations that this version does not know.
     """
 
-    products: tuple[Operation, ...]
-    narrow: tuple[Operation, ...]
-    opaque: tuple[Operation, ...]
+    products: tuple[Operation, ...] = ()
+    narrow: tuple[Operation, ...] = ()
+    opaque: tuple[Operation, ...] = ()
 
     @property
     def multiplications(self) -> dict[np.dtype, int]:
@@ -107,7 +117,7 @@ class DtypeReport(NamedTuple):
         sections = {
             "Matrix products and convolutions:": totals or ["  none"],
             "by line:": rows_of(self.products, self),
-            "Sums, exponentials, logarithms and powers in 16 bits:": rows_of(
+            "Sums, exponentials, logarithms and powers in 16 bits or fewer:": rows_of(
                 self.narrow, self
             ),
             "Not looked into:": rows_of(self.opaque, self),
@@ -165,23 +175,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
 def report_of(jaxpr: Jaxpr) -> DtypeReport:
     """The report on an open jaxpr."""
-    products = []
-    narrow = []
-    opaque = []
-    usual = usual_precision()
-    for equation in equations(jaxpr):
-        eqn = equation.eqn
-        floats = [n for n, v in enumerate(eqn.invars) if is_inexact(v)]
-        if is_product(eqn):
-            products.append(_product(equation, usual))
-        elif Trait.OPAQUE in traits(eqn) or equation.name not in TABLE:
-            if floats or any(map(is_inexact, eqn.outvars)):
-                opaque.append(_opaque(equation, floats))
-        elif floats and (terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)):
-            operation = _operation(equation, floats)
-            if operation.dtype.itemsize <= 2:
-                narrow.append(operation)
-    return DtypeReport(_alike(products), _alike(narrow), _alike(opaque))
+    return _report_of(jaxpr, usual_precision())
 
 
 def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
@@ -192,45 +186,91 @@ def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
     return aligned([_row(operation, total) for operation in largest])
 
 
-def _operation(equation: Equation, numbers: Sequence[int]) -> Operation:
-    """An `Operation` for an equation, with its operands at some positions."""
-    return Operation(
-        primitive=equation.name,
-        operands=tuple(dtype_in(equation.eqn.invars[n]) for n in numbers),
-        before=tuple(equation.unwidened[n] for n in numbers),
-        source=equation.source,
-        count=equation.count,
-        terms=terms_of(equation.eqn),
-    )
-
-
-def _product(equation: Equation, usual: Any) -> Operation:
-    """An `Operation` for a product, which multiplies its first two operands.
+@cached_by_program
+def _report_of(
+    jaxpr: Jaxpr, usual: Any, line: str = "", before: tuple[np.dtype, ...] = ()
+) -> DtypeReport:
+    """The report on an open jaxpr, with all programs in it.
 
     Args:
-      equation: the equation.
+      jaxpr: the program.
       usual: the precision of a product that asks for none.
+      line: the user's line that runs the program; "" for the whole program.
+      before: the dtypes of its arguments before they were widened, if a call tells.
     """
-    eqn = equation.eqn
-    asks = asks_for_precision(eqn) and eqn.params["precision"] != usual
-    return _operation(equation, range(2))._replace(
-        multiplications=equation.runs * results_of(eqn) * terms_of(eqn),
-        by_choice=asks or is_of_optax(eqn),
+    # By the `id` of a variable
+    unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
+    reports = []
+    for eqn in jaxpr.eqns:
+        operands = _before(eqn.invars, unwidened)
+        if keeps_numbers(eqn):
+            unwidened.update((id(v), operands[0]) for v in eqn.outvars)
+        source = line_of(eqn, line)
+        reports.append(_report_on(eqn, usual, source, unwidened))
+        of_call = operands if Trait.CALLS in traits(eqn) else ()
+        for program in programs_in(eqn):
+            inner = _report_of(open_jaxpr(program), usual, source, of_call)
+            reports.append(_repeated(inner, _times(eqn)))
+    return DtypeReport(*map(_alike, zip(*reports, strict=True)))
+
+
+def _report_on(
+    eqn: JaxprEqn, usual: Any, source: str, unwidened: Mapping[int, np.dtype]
+) -> DtypeReport:
+    """The report on an equation, without the programs in it."""
+
+    def operation(values):
+        operands = tuple(dtypes_in(values))
+        before = _before(values, unwidened)
+        return Operation(name_of(eqn), operands, before, source, terms=terms_of(eqn))
+
+    floats = list(filter(is_inexact, eqn.invars))
+    if is_product(eqn):
+        asks = asks_for_precision(eqn) and eqn.params["precision"] != usual
+        product = operation(eqn.invars[:2])._replace(
+            multiplications=results_of(eqn) * terms_of(eqn),
+            by_choice=asks or is_of_optax(eqn),
+        )
+        return DtypeReport(products=(product,))
+    if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
+        values = floats or list(filter(is_inexact, eqn.outvars))
+        return DtypeReport(opaque=(operation(values),) if values else ())
+    needs_digits = terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)
+    if floats and needs_digits and operation(floats).dtype.itemsize <= 2:
+        return DtypeReport(narrow=(operation(floats),))
+    return DtypeReport()
+
+
+def _before(
+    values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
+) -> tuple[np.dtype, ...]:
+    """The dtypes that values had before they were widened."""
+    return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
+
+
+def _repeated(report: DtypeReport, times: int) -> DtypeReport:
+    """The report on a program that runs several times."""
+    products = tuple(
+        product._replace(multiplications=times * product.multiplications)
+        for product in report.products
     )
+    return report._replace(products=products)
 
 
-def _opaque(equation: Equation, floats: Sequence[int]) -> Operation:
-    """An `Operation` for what cannot be looked into, by the floats it reads or gives."""
-    if floats:
-        return _operation(equation, floats)
-    results = tuple(dtype_in(v) for v in equation.eqn.outvars if is_inexact(v))
-    return Operation(equation.name, results, results, equation.source, equation.count)
+def _times(eqn: JaxprEqn) -> int:
+    """How often an equation runs the programs that it holds."""
+    if Trait.SCANS in traits(eqn):
+        return eqn.params["length"]
+    if Trait.MAPS in traits(eqn):
+        mesh = eqn.params["mesh"]
+        return math.prod(mesh.shape[axis] for axis in mapped_axes(eqn))
+    return 1
 
 
-def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Joins operations that differ only in their counts, and adds these up."""
+def _alike(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
+    """Joins operations of all lists that differ only in their counts, added up."""
     kinds: dict[Operation, list[Operation]] = defaultdict(list)
-    for operation in operations:
+    for operation in itertools.chain.from_iterable(lists):
         kind = operation._replace(count=0, multiplications=0, terms=0)
         kinds[kind].append(operation)
     return tuple(

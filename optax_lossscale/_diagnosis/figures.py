@@ -74,15 +74,11 @@ def figures_of(actual: ArrayLike, reference: ArrayLike) -> Figures:
         return _figures(actual, _numbers(reference))
 
 
-def figures_of_choices(is_otherwise: ArrayLike) -> Figures:
-    """The figures of indices or conditions.
-
-    Args:
-      is_otherwise: for each of them, whether the reference decides otherwise.
-    """
-    flags = _numbers(is_otherwise)
-    decided = float(flags.mean()) if flags.size else 0.0
-    return Figures(flags.size, decided=decided)
+def figures_of_choices(actual: ArrayLike, reference: ArrayLike) -> Figures:
+    """The figures of indices or conditions, as the program and the reference decide."""
+    is_otherwise = np.not_equal(actual, reference)
+    decided = float(is_otherwise.mean()) if is_otherwise.size else 0.0
+    return Figures(is_otherwise.size, decided=decided)
 
 
 def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:

@@ -23,6 +23,7 @@ from optax_lossscale._autocast.arrays import is_traceable
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
+from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.values import (
     Array,
     dtypes_in,
@@ -41,8 +42,13 @@ class Gradient(NamedTuple):
     jaxpr: ClosedJaxpr
     forward: Jaxpr  # its equations that do not depend on the seed
     arguments: list[Argument]
-    # Those of 16 bits and fewer that results in the program have
+    # The dtypes of 16 bits or fewer among the results in the program
     narrow_dtypes: tuple[np.dtype, ...]
+
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """The arrays by which the loss is differentiated, by name."""
+        return {x.name: x.array for x in self.arguments if x.is_parameter}
 
 
 def gradient_of(
@@ -50,8 +56,8 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Whatever is not an array is passed on to the loss function as it is. But if no
-    parameter is an array, floats of Python are, as `jax.grad` also takes these.
+    Whatever is not an array is passed on to the loss function as it is. If no
+    parameter is an array, Python floats are taken for arrays, as `jax.grad` does.
     """
     if not any(map(is_traceable, jax.tree.leaves(params))):
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
@@ -88,7 +94,10 @@ def gradient_of(
 
 
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
-    """The equations of a gradient that do not depend on its seed."""
+    """The equations of a gradient that do not depend on its seed.
+
+    The jaxpr is there to be read, not to be run: nothing in it makes its results.
+    """
     of_backward: set[Var] = {jaxpr.invars[-1]}
     forward = []
     for eqn in jaxpr.eqns:
@@ -152,17 +161,15 @@ def _told_apart(arguments: list[Argument]) -> list[Argument]:
 
 def _refuse_refs(jaxpr: Jaxpr) -> None:
     """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
-    for equation in equations(jaxpr):
-        if any(map(is_ref, equation.eqn.outvars)):
+    for eqn in equations(jaxpr):
+        if any(map(is_ref, eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
-                f"at {equation.source}: give it a loss function that passes values on"
+                f"at {line_of(eqn)}: give it a loss function that passes values on"
             )
 
 
 def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
     """The dtypes of 16 bits and fewer that results in a program have."""
-    dtypes: dict[np.dtype, None] = {}
-    for equation in equations(jaxpr):
-        dtypes.update(dict.fromkeys(dtypes_in(equation.eqn.outvars)))
-    return tuple(filter(is_narrow_dtype, dtypes))
+    results = [v for eqn in equations(jaxpr) for v in eqn.outvars]
+    return tuple(filter(is_narrow_dtype, dict.fromkeys(dtypes_in(results))))

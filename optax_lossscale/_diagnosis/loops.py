@@ -20,7 +20,7 @@ from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carried_by, first_inside
 
 RunsProgram = Callable[..., list[Value]]
-"""Called with a program, its arguments and, in a loop, the number of the round."""
+"""Called with a program, its arguments and, in a loop, the round as a tuple."""
 
 
 def scan(
@@ -45,7 +45,7 @@ def scan(
     rows_of_rounds = {}
     for n in reversed(rounds) if eqn.params["reverse"] else rounds:
         rows = [column[n] for column in columns]
-        results = run(body, [*consts, *carry, *rows], n)
+        results = run(body, [*consts, *carry, *rows], (n,))
         carry = results[: len(carried)]
         rows_of_rounds[n] = results[len(carried) :]
     stacks = zip(*(rows_of_rounds[n] for n in rounds), strict=True)
@@ -63,11 +63,11 @@ def while_loop(
     of_body = ins[first:start]
     carry = list(ins[start:])
     for n in itertools.count():
-        (flags,) = run(condition, [*of_condition, *carry], n)
+        (flags,) = run(condition, [*of_condition, *carry], (n,))
         goes_on = np.asarray(flags.pair.actual)
         if not goes_on.any():
             break
-        results = run(body, [*of_body, *_filled(goes_on, carry)], n)
+        results = run(body, [*of_body, *_filled(goes_on, carry)], (n,))
         carry = _where(goes_on, results, carry)
     return carry
 
@@ -79,18 +79,18 @@ def cond(
     branches = instruction.programs
     index, *operands = ins
     chosen = np.clip(index.pair.actual, 0, len(branches) - 1)
-    first, *others = np.unique(chosen)
-    results = run(branches[first], _filled(np.asarray(chosen == first), operands))
-    for number in others:
+    results: list[Value] = []
+    for number in np.unique(chosen):
         here = np.asarray(chosen == number)
         of_branch = run(branches[number], _filled(here, operands))
-        results = _where(here, of_branch, results)
+        results = _where(here, of_branch, results or of_branch)
     return results
 
 
 # Where rounds or branches differ between examples, or between devices, a program runs
-# for all of them. Those that do not count copy one that does, so that no note is about
-# numbers that the program never computes.
+# for all of them. Those whose loop has ended, or that take another branch, do not
+# *count*: they copy one that does, so that no note is about numbers that the program
+# never computes.
 
 
 def _filled(counts: np.ndarray, values: Sequence[Value]) -> list[Value]:

@@ -46,14 +46,18 @@ class Place:
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
-    # Whether it is in a backward pass: that of the loss function, or one inside of it
+    # Whether it is in a backward pass: that of the loss function, or one inside of it,
+    # which `Note.is_backward` leaves out
     is_derivative: bool = False
     terms: int = 1  # how many terms make each number of a product or sum
+    stays_narrow: bool = False  # whether it computes in 16 bits if given wider floats
+    # Whether it adds or multiplies by a constant that may have been lost to rounding
+    has_lost_constant: bool = False
 
     @property
     def moved(self) -> "Place":
         """The place of what a loop takes apart or joins, if this is where it was made."""
-        return dataclasses.replace(self, primitive="")
+        return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,8 +70,7 @@ class Note(Figures):
       position: which of the equation's results it is, from 0.
       rounds: the rounds of the loops around it, the outermost first, from 0.
       is_backward: whether it is of the backward pass, and so in proportion to the loss
-        scale.
-      stays_narrow: whether the reference was computed in 16 bits as well.
+        scale, unless the pass is not linear.
       reads: the notes of its operands, which are left out in a report.
       before: how far the worst of its operands is from the reference, as `error` is.
       nearest: the parameters that are the fewest equations before it, in a report.
@@ -78,7 +81,6 @@ class Note(Figures):
     position: int = 0
     rounds: tuple[int, ...] = ()
     is_backward: bool = False
-    stays_narrow: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
     before: float = 0.0
     nearest: tuple[str, ...] = ()
@@ -92,6 +94,11 @@ class Note(Figures):
     def is_argument(self) -> bool:
         """Whether it is of an argument of the program, moved or not."""
         return self.place.name != ""
+
+    @property
+    def stays_narrow(self) -> bool:
+        """Whether the reference was computed in 16 bits as well."""
+        return self.place.stays_narrow and is_inexact_dtype(self.dtype)
 
     @property
     def is_shared(self) -> bool:
@@ -148,7 +155,6 @@ def note_of(
     reads: Sequence[Note],
     rounds: tuple[int, ...],
     position: int = 0,
-    stays_narrow: bool = False,
 ) -> Note:
     """The note of a result that has these figures, with what follows from `reads`."""
     before = max((read.error for read in reads), default=0.0)
@@ -159,7 +165,6 @@ def note_of(
         position=position,
         rounds=rounds,
         is_backward=any(read.is_backward for read in reads),
-        stays_narrow=stays_narrow,
         reads=reads,
         before=before,
     )

@@ -38,6 +38,7 @@ class Findings:
     loss_scale: float | None
     wrong: tuple[Wrong, ...]
     off: dict[str, float]
+    undetermined: tuple[str, ...]
     off_by_choices: dict[str, float]
     choices: tuple[Note, ...]
     initial_scale: InitialScale | None
@@ -76,9 +77,10 @@ class Diagnosis(Findings):
       wrong: the loss and gradients that are off by more than 5%, and why, the loss
         first and then the worst gradient. If there are none, the first value inside
         that has a fifth of its numbers off by so much.
-      off: how far the loss and each gradient are from float32's, relative to those.
-        What float32 does not determine, as float64 shows, is left out, such as the
-        gradient of a bias before a normalization.
+      off: how far the loss and each gradient are from float32's, relative to those; of
+        a loss whose terms cancel, relative to how it changes with the parameters. What
+        float32 does not determine, as float64 shows, is left out, such as the gradient
+        of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
         is empty if any is wrong by the choices of the program, which float32 makes in
@@ -88,6 +90,7 @@ class Diagnosis(Findings):
       initial_scale: the scale that fits. It is None if gradients are finite at none, or
         if the loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
+      undetermined: the parameters whose gradients float32 does not determine.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale: those that are off by
@@ -165,7 +168,12 @@ class Diagnosis(Findings):
         else:
             most = "nothing but rounding" if self.has_gradients else "are 0"
         loss = self.off[THE_LOSS]
-        yield f"Off from float32: the loss by {loss:.1%}, gradients {most}."
+        others = ""
+        if grads and self.undetermined:
+            others = (
+                f", but for {len(self.undetermined)} that float32 does not determine"
+            )
+        yield f"Off from float32: the loss by {loss:.1%}, gradients {most}{others}."
 
     def _chosen(self) -> Iterator[str]:
         """Sentences about choices that float32 would have made otherwise."""

@@ -6,13 +6,13 @@ of the two. `compute` does so for the instructions of a piece, inside `jit`.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
@@ -23,8 +23,7 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
     Array,
-    Atom,
-    dtype_in,
+    astype,
     is_inexact,
 )
 
@@ -61,105 +60,81 @@ class Pair(NamedTuple):
     """A value as it is computed, and its reference: the same in wider floats."""
 
     actual: Array
-    # An array. It is None for integers and booleans, in which the reference follows
-    # `actual`.
-    reference: Any = None
-
-    @property
-    def followed(self) -> Array:
-        """The reference, or the integers and booleans that it follows."""
-        return self.actual if self.reference is None else self.reference
-
-    def compared(self) -> "Compared":
-        """What the host compares: floats in one dtype, or which choices differ."""
-        if not is_inexact(self.actual):
-            return ComparedChoices(jnp.not_equal(self.actual, self.reference))
-        dtype = wide_dtype(self.actual.dtype, FLOAT32)
-        return ComparedFloats(self.actual.astype(dtype), self.reference.astype(dtype))
-
-
-class ComparedFloats(NamedTuple):
-    """A pair of floats in one dtype of 32 bits or more."""
-
-    actual: Array
     reference: Array
 
     @property
-    def figures(self) -> Figures:
-        """How far the two arrays are apart, and how large they are."""
-        return figures_of(self.actual, self.reference)
-
-
-class ComparedChoices(NamedTuple):
-    """Of each choice in a pair, whether the reference decides otherwise."""
-
-    is_otherwise: Array
+    def settled(self) -> "Pair":
+        """The pair for what reads it: in integers and booleans, the reference follows."""
+        return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
     def figures(self) -> Figures:
-        """The share of the choices that the reference decides otherwise."""
-        return figures_of_choices(self.is_otherwise)
-
-
-Compared = ComparedFloats | ComparedChoices
-"""A pair as the host compares it."""
+        """How far the two are apart, and how large; of choices, how many differ."""
+        if not is_inexact(self.actual):
+            return figures_of_choices(self.actual, self.reference)
+        dtype = wide_dtype(self.actual.dtype, FLOAT32)
+        actual = np.asarray(self.actual, dtype)
+        reference = np.asarray(self.reference, dtype)
+        return figures_of(actual, reference)
 
 
 def exact(x: Array, widths: Widths) -> Pair:
-    """A pair whose numbers are equal to their references, such as that of a constant."""
+    """A pair of an array on the host and itself, as of a constant."""
     if not is_inexact(x):
-        return Pair(x)
-    return Pair(widened(x, widths.actual), widened(x, widths.reference))
+        return Pair(x, x)
+    actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))
+    reference = np.asarray(x, wide_dtype(x.dtype, widths.reference))
+    return Pair(actual, reference)
 
 
-def compute(
-    piece: Piece, widths: Widths, ins: Sequence[Pair]
-) -> tuple[list[Pair], list[Compared]]:
-    """What a piece leaves to later ones, and what the host compares for its notes."""
+def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
+    """The results of each instruction of a piece.
+
+    Of a choice, the reference is what it decides by itself.
+    """
     env = dict(zip(piece.reads, map(_resharded, piece.reads, ins), strict=True))
-    to_compare = []
+    results = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
-        operands = [_read(v, env, widths) for v in eqn.invars]
+        operands = [env[v].settled for v in instruction.ins]
         with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
             pairs = _results(eqn, operands, widths)
-            results = dict(zip(eqn.outvars, pairs, strict=True))
-            to_compare += [results[v].compared() for v in instruction.noted.values()]
-        for v, pair in results.items():
-            # From here on, the reference follows a choice.
-            env[v] = pair if is_inexact(pair.actual) else Pair(pair.actual)
-    return [env[v] for v in piece.leaves], to_compare
+        env.update(zip(eqn.outvars, pairs, strict=True))
+        results.append(pairs)
+    return results
 
 
 def _resharded(v: Var, pair: Pair) -> Pair:
-    """A pair whose arrays lie along explicit axes of a mesh as they did when traced.
+    """A pair whose arrays lie along the axes of a mesh as they did when traced.
 
-    The host may have had them in the meantime, and JAX refuses operands that lie
-    differently.
+    The host may have had them in the meantime. JAX refuses operands that lie
+    differently, if an axis is explicit.
     """
     sharding = getattr(v.aval, "sharding", None)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+    if sharding is None or sharding.mesh.empty:
         return pair
-    return jax.tree.map(lambda x: reshard(x, sharding), pair)
 
+    def resharded(x):
+        types = (*sharding.mesh.axis_types, *jax.typeof(x).sharding.mesh.axis_types)
+        if AxisType.Explicit not in types:
+            return x
+        with jax.sharding.use_abstract_mesh(sharding.mesh):
+            return reshard(x, sharding)
 
-def _read(v: Atom, env: Mapping[Var, Pair], widths: Widths) -> Pair:
-    """The pair of a variable or literal."""
-    if isinstance(v, Literal):
-        return exact(np.asarray(v.val, dtype_in(v)), widths)
-    return env[v]
+    return jax.tree.map(resharded, pair)
 
 
 def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation."""
     actual = in_wide(eqn, [x.actual for x in ins], widths.actual)
     if not any(map(is_inexact, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, actual))
+        return list(map(Pair, actual, actual))
     if Trait.EFFECTFUL in traits(eqn):
         return [Pair(x, widened(x, widths.reference)) for x in actual]
-    reference = in_wide(eqn, [x.followed for x in ins], widths.reference)
+    reference = in_wide(eqn, [x.reference for x in ins], widths.reference)
     pairs = list(map(Pair, actual, reference))
-    if Trait.CHOOSES in traits(eqn):  # a sorted array is right in either order
+    # What is sorted can be compared even if the two orders differ.
+    if Trait.CHOOSES in traits(eqn):
         return pairs
     return _by_its_choices(pairs)
 
@@ -168,24 +143,26 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
     The factors of an LU decomposition mean nothing without its pivots. So where the
-    reference has other pivots, its factors are replaced by the actual ones.
+    reference has other pivots, its factors are replaced by the actual ones. The first
+    choice decides, as the pivots do, and any other follows from it.
     """
     choices = [pair for pair in pairs if not is_inexact(pair.actual)]
     if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.all(choices[0].actual == choices[0].reference)
-    joined = []
-    for pair in pairs:
-        if is_inexact(pair.actual):
-            actual = widened(pair.actual, pair.reference.dtype)
-            pair = Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
-        joined.append(pair)
-    return joined
+
+    def joined(pair):
+        if not is_inexact(pair.actual):
+            return pair
+        actual = astype(pair.actual, pair.reference.dtype)
+        return Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
+
+    return list(map(joined, pairs))
 
 
 @functools.cache
 def compiler_options() -> dict[str, bool | int]:
-    """The options with which the compiler takes the least time for a piece."""
+    """The options with which the compiler takes the least time."""
     # By default XLA may drop a cast to 16 bits and back, but its rounding counts here.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":

@@ -1,14 +1,14 @@
 """The traced program as a list of instructions, in pieces to compile together.
 
-An *instruction* is an equation with its place in the program. Consecutive instructions
-without loops are one piece, which is compiled as a whole; outside of loops, a piece
-ends at each product, so that the layers of a model, which are alike, share what is
-compiled for one. A loop or branch that computes floats is a piece by itself, whose
-programs are divided in turn.
+An *instruction* is an equation with its place in the program. A *piece* is a number of
+consecutive instructions. It ends at each product, so that the layers of a model, which
+are alike, share what is compiled for one. A loop or branch that computes floats is a
+piece by itself, whose programs are divided in turn.
 """
 
+import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,27 +16,25 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
-from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
+from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.flat import all_flat
-from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
+from optax_lossscale._programs.keys import hashable, key_of
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
+    Array,
     Atom,
     dtype_in,
     is_inexact,
-    is_inexact_dtype,
-    size_of,
-    variables,
+    is_narrow_dtype,
 )
 from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
 _LOOPS = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
-_MANY = 2**20  # numbers that a round of a loop may have in one piece
 # Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
 _NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
 
@@ -45,80 +43,76 @@ class Instruction(NamedTuple):
     """An equation in its place, with variables that no other instruction makes."""
 
     eqn: JaxprEqn
+    ins: Sequence[Var]  # its operands; a literal has a variable of its own
     place: Place
     programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
-    # Its results that have notes, by their positions: floats, and choices that depend on
-    # floats. Others have the note of the first operand, as they have all of its numbers,
-    # or are integers.
-    noted: Mapping[int, Var]
-    stays_narrow: bool  # whether it computes in 16 bits although it is given float32
+    # The positions of the results that have notes of their own: floats, and choices that
+    # depend on floats. Any other result only moves numbers, or is an integer, and has
+    # the note of its first operand.
+    noted: Container[int]
+    frees: Collection[Var]  # those that it reads or makes, and no later one reads
 
 
 class Piece(NamedTuple):
     """Consecutive instructions."""
 
     instructions: Sequence[Instruction]
-    reads: Sequence[Var]  # the variables from earlier pieces or arguments
-    leaves: Sequence[Var]  # those that it makes for later pieces or as results
-    frees: frozenset[Var]  # those that it reads, and no later piece
-    key: Hashable  # equal for pieces that compute the same
+    reads: Sequence[Var]  # the variables that earlier ones make
+    key: Hashable  # equal for pieces that compute the same of what they read
 
 
 class Program(NamedTuple):
     """A program in pieces."""
 
     takes: Sequence[Var]  # the variables of its arguments
-    gives: Sequence[Atom]  # those of its results, or literals
-    constants: Mapping[Var, np.ndarray]
+    gives: Sequence[Var]  # those of its results
+    constants: Mapping[Var, Array]  # literals included
     pieces: Sequence[Piece]
 
 
-def program_of(program: ClosedJaxpr | Jaxpr, outer: Place, limit: int = 0) -> Program:
-    """A program in pieces.
-
-    Args:
-      program: a jaxpr.
-      outer: the place of the equation that holds it.
-      limit: a product ends its piece once the results of the piece hold more numbers
-        than this.
-    """
+def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
+    """A jaxpr in pieces, where `outer` is the place of the equation that holds it."""
     flat = all_flat(program)
-    instructions = [_instruction(eqn, outer) for eqn in flat.eqns]
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
-    return Program(
-        flat.ins, flat.outs, constants, _pieces(instructions, flat.outs, limit)
-    )
 
+    def named(v: Atom) -> Var:
+        """A variable as it is, and a new one for a literal."""
+        if not isinstance(v, Literal):
+            return v
+        constant = Var(v.aval)
+        constants[constant] = np.asarray(v.val, dtype_in(v))
+        return constant
 
-def _instruction(eqn: JaxprEqn, outer: Place) -> Instruction:
-    """An equation in its place, with the programs of a loop or branch in pieces."""
-    place = _place_of(eqn, outer)
-    held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
-    return Instruction(
-        eqn,
-        place,
-        held,
-        _noted(eqn),
-        stays_narrow=not held and stays_narrow(eqn),
-    )
+    gives = list(map(named, flat.outs))
+    instructions = []
+    needed = set(gives)
+    for eqn in reversed(flat.eqns):
+        ins = list(map(named, eqn.invars))
+        frees = {*ins, *eqn.outvars} - needed
+        needed |= frees
+        place = _place_of(eqn, outer)
+        programs = [program_of(held, place) for held in _programs_to_run(eqn)]
+        noted = _noted(eqn)
+        instructions.append(Instruction(eqn, ins, place, programs, noted, frees))
+    pieces = list(map(_piece, _divided(instructions[::-1])))
+    return Program(flat.ins, gives, constants, pieces)
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """The programs of a loop or branch that computes floats, if it runs at all."""
+    """The programs of a loop or branch that reads or gives floats, if it runs at all."""
     if not traits(eqn) & _LOOPS or runs_no_rounds(eqn):
         return ()
-    programs = programs_in(eqn)
-    dtypes = frozenset().union(*map(dtypes_within, programs))
-    return programs if any(map(is_inexact_dtype, dtypes)) else ()
+    has_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
+    return programs_in(eqn) if has_floats else ()
 
 
-def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:
-    """The results of an equation that have notes of their own, by their positions."""
+def _noted(eqn: JaxprEqn) -> Container[int]:
+    """The positions of the results of an equation that have notes of their own."""
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
-        return {}
-    has_floats = any(map(is_inexact, eqn.invars))
-    results = enumerate(eqn.outvars)
-    return {n: v for n, v in results if has_floats or is_inexact(v)}
+        return ()
+    if any(map(is_inexact, eqn.invars)):
+        return range(len(eqn.outvars))
+    return [n for n, v in enumerate(eqn.outvars) if is_inexact(v)]
 
 
 def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
@@ -136,68 +130,52 @@ def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
         scope="/".join(scopes),
         is_derivative=outer.is_derivative or is_transposed,
         terms=terms_of(eqn),
+        stays_narrow=stays_narrow(eqn),
+        has_lost_constant=_has_lost_constant(eqn),
     )
 
 
-def _pieces(
-    instructions: Sequence[Instruction], gives: Sequence[Atom], limit: int
-) -> list[Piece]:
-    """Divides instructions into pieces, with what each reads and leaves to the next."""
-    pieces = []
-    needed = set(variables(gives))
-    parts = filter(None, _parts(instructions, limit))
-    for part in reversed(list(parts)):
-        made: dict[Var, None] = {}
-        read: dict[Var, None] = {}
-        for instruction in part:
-            made.update(dict.fromkeys(instruction.eqn.outvars))
-            read.update(dict.fromkeys(variables(instruction.eqn.invars)))
-        leaves = [v for v in made if v in needed]
-        reads = [v for v in read if v not in made]
-        frees = frozenset(reads) - needed
-        needed.update(reads)
-        pieces.append(Piece(part, reads, leaves, frees, _key(part, reads, leaves)))
-    return pieces[::-1]
+def _has_lost_constant(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by the latter.
+
+    It may be what rounding left of a constant, as of 1e-8 and -1e9 in float16.
+    """
+    constants = [
+        float(v.val)
+        for v in eqn.invars
+        if isinstance(v, Literal) and is_narrow_dtype(dtype_in(v))
+    ]
+    adds = Trait.ADDS_TWO in traits(eqn)
+    if not adds and Trait.MULTIPLIES not in traits(eqn):
+        return False
+    return any(math.isinf(x) or (adds and x == 0) for x in constants)
 
 
-def _parts(
-    instructions: Sequence[Instruction], limit: int
-) -> Iterator[list[Instruction]]:
-    """The instructions of each piece, of which some have none."""
-    part: list[Instruction] = []
+def _divided(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+    """The instructions of each piece."""
+    parts: list[list[Instruction]] = [[]]
     for instruction in instructions:
         if instruction.programs:
-            yield part
-            yield [instruction]
-            part = []
-            continue
-        part.append(instruction)
-        is_product = Trait.PRODUCT in traits(instruction.eqn)
-        if is_product and _numbers(part) > limit:
-            yield part
-            part = []
-    yield part
+            parts.append([])
+        parts[-1].append(instruction)
+        if instruction.programs or Trait.PRODUCT in traits(instruction.eqn):
+            parts.append([])
+    return list(filter(None, parts))
 
 
-def _numbers(instructions: Sequence[Instruction]) -> int:
-    """How many numbers the results of instructions have."""
-    results = (v for instruction in instructions for v in instruction.eqn.outvars)
-    return sum(size_of(v.aval) for v in results if dtype_in(v) is not None)
-
-
-def _key(
-    instructions: Sequence[Instruction], reads: Sequence[Var], leaves: Sequence[Var]
-) -> Hashable:
-    """A key that is equal for instructions that compute the same."""
-    numbers = {v: n for n, v in enumerate(reads)}
-    key: list[Hashable] = [v.aval for v in reads]
+def _piece(instructions: Sequence[Instruction]) -> Piece:
+    """A piece of these instructions."""
+    numbers: dict[Var, int] = {}  # in the order in which they appear
+    reads = []
+    key: list[Hashable] = []
     for instruction in instructions:
-        operands = tuple(
-            key_of_literal(v) if isinstance(v, Literal) else numbers[v]
-            for v in instruction.eqn.invars
-        )
-        key.append((key_of(instruction.eqn), operands))
-        for v in instruction.eqn.outvars:
+        eqn = instruction.eqn
+        for v in instruction.ins:
+            if v not in numbers:
+                numbers[v] = len(numbers)
+                reads.append(v)
+        key.append((key_of(eqn), tuple(numbers[v] for v in instruction.ins)))
+        for v in eqn.outvars:
             numbers[v] = len(numbers)
-    key.append(tuple(numbers[v] for v in leaves))
-    return hashable(tuple(key), instructions)
+    key += [v.aval for v in reads]
+    return Piece(instructions, reads, hashable(tuple(key), instructions))

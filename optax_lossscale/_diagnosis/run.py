@@ -25,6 +25,7 @@ from optax_lossscale._diagnosis.scale import (
 )
 from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value, notes_of
+from optax_lossscale._programs.values import Array
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
 
@@ -63,7 +64,8 @@ class Fit(NamedTuple):
     """Which loss scale fits, and the run at it."""
 
     run: Run  # the run at 1, if none fits
-    # None if the loss or a float32 result is not finite, or gradients are at no scale.
+    # None if no scale gives finite gradients, or if the loss, or a result of the
+    # reference, is not finite
     scale: InitialScale | None = None
     overflow: Note | None = None  # what overflows first above the largest scale
 
@@ -71,6 +73,7 @@ class Fit(NamedTuple):
 class Runs(NamedTuple):
     """The runs of a gradient."""
 
+    parameters: dict[str, Array]  # by name
     at_1: Run  # at a loss scale of 1
     fit: Fit
     # The program in float32, with its own choices, beside float64, at the same scale as
@@ -100,10 +103,11 @@ def runs_of(gradient: Gradient) -> Runs:
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
     if not _is_in_doubt(fit.run):
-        return Runs(at_1, fit, None)
+        return Runs(gradient.parameters, at_1, fit, None)
     with jax.enable_x64(True):
         shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
-        return Runs(at_1, fit, _run(shadow, gradient, fit.run.scale))
+        in_float32 = _run(shadow, gradient, fit.run.scale)
+    return Runs(gradient.parameters, at_1, fit, in_float32)
 
 
 def _is_in_doubt(run: Run) -> bool:
@@ -125,8 +129,7 @@ def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     first, overflow = first_overflow(at_1.notes, at_1.scale)
     largest = first - 1
     exponent = largest - MARGIN
-    backward = [note for note in at_1.notes if note.is_backward]
-    is_scaled = any(note.dtype == np.float16 for note in backward)
+    is_scaled = any(x.is_backward and x.dtype == np.float16 for x in at_1.notes)
     # A scale of 1 fits unless a run confirms another.
     scale = _initial_scale(0, 0) if is_scaled else _initial_scale(exponent, largest)
     fit = Fit(at_1, scale if at_1.is_finite else None, overflow)
@@ -137,9 +140,10 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
     """The fit that a run at its scale confirms, or `fit` if none does.
 
     2**exponent fits if the backward pass is linear in the scale. If it is not, the next
-    try is at the scale that the magnitudes of this run suggest.
+    try is at the scale that the magnitudes of this run suggest. At any time, `fit` is
+    the last that a run confirmed, and no scale above 2**most fits.
     """
-    most = HIGHEST  # the exponent of the largest scale that may still fit
+    most = HIGHEST
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:
@@ -150,16 +154,19 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
         first, overflow = first_overflow(run.notes, run.scale)
         largest = max(min(first - 1, most), exponent)
         fitting = largest - MARGIN
-        scale = _initial_scale(min(exponent, fitting), largest)
-        fit = Fit(run, scale, overflow or fit.overflow)
-        is_linear = fitting <= exponent + 1
-        if is_linear or overflow is None:  # or nothing is left that could overflow
+        may_overflow = overflow is not None
+        if largest < HIGHEST:  # as a larger scale did overflow
+            overflow = overflow or fit.overflow
+        fit = Fit(run, _initial_scale(min(exponent, fitting), largest), overflow)
+        is_near = fitting <= exponent + 1
+        if is_near or not may_overflow:
             break
         exponent = fitting
     return fit
 
 
 def _initial_scale(exponent: int, largest: int) -> InitialScale:
+    """The loss scale 2**exponent to begin with, where 2**largest is the largest."""
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
@@ -167,7 +174,6 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
     (loss, *others), notes = shadow(seed)
-    names = [argument.name for argument in gradient.arguments if argument.is_parameter]
-    grads = others[: len(names)]
-    aux = others[len(names) :]
-    return Run(scale, loss, dict(zip(names, grads, strict=True)), aux, notes)
+    n = len(gradient.parameters)
+    grads = dict(zip(gradient.parameters, others[:n], strict=True))
+    return Run(scale, loss, grads, others[n:], notes)

@@ -7,6 +7,7 @@ are compiled, and the figures of their results are computed on the host. Loops a
 branches are run in Python, which knows the number of each round.
 """
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -15,26 +16,20 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Place, note_of
-from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
+from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
-from optax_lossscale._diagnosis.value import Value, noted_alone
+from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
-from optax_lossscale._programs.values import (
-    Array,
-    Atom,
-    dtype_in,
-    is_inexact,
-    variables,
-)
+from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
 _PATIENCE = 10.0  # seconds between two lines of progress
+
 
 Env = Mapping[Var, Value]
 """The values of variables of a program, as far as it has run."""
@@ -49,13 +44,6 @@ class Argument(NamedTuple):
     is_seed: bool = False  # whether it is the seed of the backward pass
 
 
-class Context(NamedTuple):
-    """Where a program runs: in which rounds of loops, and on which devices."""
-
-    rounds: tuple[int, ...] = ()  # the outermost loop first
-    devices: Devices = Devices()
-
-
 def run_to_seed(
     program: Program, arguments: Sequence[Argument], widths: Widths
 ) -> "Shadow":
@@ -67,53 +55,36 @@ def run_to_seed(
       widths: the floats of each pair.
     """
     *others, seed = program.takes
-    without_seed = program._replace(takes=others)
+    runner = _Runner(widths)
+    values = [_value_of(argument, widths) for argument in arguments]
+    env = runner.env_of(program._replace(takes=others), values)
     before_seed = list(
         itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
     )
-    compiler = _Compiler(widths)
-    runner = _Runner(compiler, notes=())
-    values = [_value_of(argument, widths) for argument in arguments]
-    env = runner.env_of(without_seed, values, Context())
-    return Shadow(
-        compiler,
-        seed,
-        env=runner.after(before_seed, env, Context()),
-        notes=runner.notes,
-        pieces=program.pieces[len(before_seed) :],
-        gives=program.gives,
-    )
+    env = runner.after(before_seed, env)
+    rest = program._replace(pieces=program.pieces[len(before_seed) :])
+    return Shadow(rest, env, runner)
 
 
 class Shadow(NamedTuple):
     """A program that has run in pairs up to its seed. A call runs the rest of it."""
 
-    compiler: "_Compiler"
-    seed: Var
+    rest: Program  # the program without the pieces that have run
     env: Env  # the values that do not depend on the seed
-    notes: Sequence[Note]  # those of the pieces that have run
-    pieces: Sequence[Piece]  # those that have not run
-    gives: Sequence[Atom]  # the results of the program
+    runner: "_Runner"  # which has noted these
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
-        """The results of the program, and all notes in the order of running.
-
-        The note of a result is about its own numbers, also where these were only moved.
-        """
-        runner = _Runner(self.compiler, self.notes)
-        env = {**self.env, self.seed: _value_of(seed, self.compiler.widths)}
-        env = runner.after(self.pieces, env, Context())
-        results = []
-        for value in runner.read(self.gives, env, Context()):
-            on_host = value.each(np.asarray)
-            results.append(noted_alone(on_host.pair, [on_host]))
-        return results, runner.notes
+        """The results of the program, and all notes in the order of running."""
+        runner = dataclasses.replace(self.runner, notes=[*self.runner.notes])
+        env = {**self.env, self.rest.takes[-1]: _value_of(seed, runner.widths)}
+        env = runner.after(self.rest.pieces, env)
+        return [env[v] for v in self.rest.gives], runner.notes
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
     """The value of an argument of the whole program."""
     pair = exact(argument.array, widths)
-    figures = Figures() if pair.reference is None else pair.compared().figures
+    figures = pair.figures if is_inexact(argument.array) else Figures()
     note = Note(
         **vars(figures),
         place=Place(name=argument.name, is_parameter=argument.is_parameter),
@@ -123,152 +94,134 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
     return Value(pair, note)
 
 
-class _Compiler:
-    """Compiles pieces. Those that compute the same share what is compiled for one."""
+class _Progress:
+    """Prints a line to stderr where none has been printed for `_PATIENCE` seconds."""
 
-    def __init__(self, widths: Widths):
-        self.widths = widths
-        self._compiled: dict[Hashable, Callable] = {}
+    def __init__(self):
+        self._printed = time.monotonic()
 
-    def compiled(self, piece: Piece, devices: Devices) -> Callable:
-        """`pairs.compute` of a piece on these devices, as a function of its operands."""
-        key = (piece.key, devices)
-        if key not in self._compiled:
-            function = functools.partial(pairs.compute, piece, self.widths)
-            self._compiled[key] = jax.jit(
-                devices.over(function), compiler_options=pairs.compiler_options()
-            )
-        return self._compiled[key]
+    def at(self, source: str, n_results: int) -> None:
+        """Says how many results there are, and the user's line of the last one."""
+        if time.monotonic() - self._printed > _PATIENCE:
+            self._printed = time.monotonic()
+            progress = f"diagnose: {n_results} results, at {source}"
+            print(progress, file=sys.stderr, flush=True)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Runner:
-    """One run in pairs, which adds the note of each result to `notes`."""
+    """Runs programs in pairs, and adds the note of each result to `notes`.
 
-    def __init__(self, compiler: _Compiler, notes: Sequence[Note]):
-        self.notes = list(notes)
-        self._compiler = compiler
-        self._reported = time.monotonic()  # when progress was last reported
+    The runner of what is inside of a loop or a `shard_map` differs in `rounds` or
+    `devices`, and adds to the same notes.
+    """
 
-    # --- values ---
+    widths: Widths
+    notes: list[Note] = dataclasses.field(default_factory=list)
+    rounds: tuple[int, ...] = ()  # of the loops around, the outermost first
+    devices: Devices = Devices()
+    # By the key of a piece and its devices
+    compiled: dict[Hashable, Callable] = dataclasses.field(default_factory=dict)
+    progress: _Progress = dataclasses.field(default_factory=_Progress)
 
-    def env_of(
-        self, program: Program, values: Iterable[Value], context: Context
-    ) -> Env:
+    def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
+        """The results of a program."""
+        env = self.after(program.pieces, self.env_of(program, values))
+        return [env[v] for v in program.gives]
+
+    def env_of(self, program: Program, values: Iterable[Value]) -> Env:
         """The values that a program begins with: its constants and arguments."""
-        constants = {
-            v: self._constant(x, context) for v, x in program.constants.items()
-        }
+        constants = {v: self._constant(x) for v, x in program.constants.items()}
         return {**constants, **dict(zip(program.takes, values, strict=True))}
 
-    def read(self, atoms: Iterable[Atom], env: Env, context: Context) -> list[Value]:
-        """The values of variables and literals."""
-        values = []
-        for v in atoms:
-            if isinstance(v, Literal):
-                number = np.asarray(v.val, dtype_in(v))
-                values.append(self._constant(number, context))
-            else:
-                values.append(env[v])
+    def after(self, pieces: Iterable[Piece], env: Env) -> Env:
+        """The values after pieces have run, without those that no later one reads."""
+        values = dict(env)
+        for piece in pieces:
+            run = self._run_inside if piece.instructions[0].programs else self._compute
+            values.update(run(piece, values))
+            for instruction in piece.instructions:
+                for v in instruction.frees:
+                    del values[v]
         return values
 
-    def _constant(self, x: np.ndarray, context: Context) -> Value:
+    def _constant(self, x: Array) -> Value:
         """A constant of a program as a value, which is the same on each device."""
-        return context.devices.everywhere(Value(exact(x, self._compiler.widths)))
+        return Value(exact(x, self.widths)).each(self.devices.everywhere)
 
-    # --- running ---
+    def _run_inside(self, piece: Piece, env: Env) -> Env:
+        """The results of a loop, a branch or a `shard_map`, from its programs."""
 
-    def _run(
-        self, program: Program, values: Sequence[Value], context: Context
-    ) -> list[Value]:
-        """The results of a program."""
-        env = self.env_of(program, values, context)
-        env = self.after(program.pieces, env, context)
-        return self.read(program.gives, env, context)
+        def run(program, values, rounds=()):
+            inside = dataclasses.replace(self, rounds=self.rounds + rounds)
+            return inside.run(program, values)
 
-    def after(self, pieces: Sequence[Piece], env: Env, context: Context) -> Env:
-        """The values after pieces have run, without those that no later piece reads."""
-        for piece in pieces:
-            if piece.instructions[0].programs:
-                results = self._run_inside(piece.instructions[0], env, context)
-            else:
-                results = self._compute(piece, env, context)
-            kept = {v: value for v, value in env.items() if v not in piece.frees}
-            env = {**kept, **results}
-        return env
-
-    def _run_inside(self, instruction: Instruction, env: Env, context: Context) -> Env:
-        """The results of a loop or branch, whose programs are run piece by piece."""
-
-        def run(program, values, *turn):  # `turn`: the number of the round, in a loop
-            rounds = (*context.rounds, *turn)
-            return self._run(program, values, context._replace(rounds=rounds))
-
+        (instruction,) = piece.instructions
         eqn = instruction.eqn
-        kind = traits(eqn)
-        ins = self.read(eqn.invars, env, context)
-        if Trait.SCANS in kind:
-            results = loops.scan(instruction, ins, run, len(context.devices.maps))
-        elif Trait.WHILE in kind:
+        ins = [env[v] for v in instruction.ins]
+        if Trait.SCANS in traits(eqn):
+            results = loops.scan(instruction, ins, run, len(self.devices.maps))
+        elif Trait.WHILE in traits(eqn):
             results = loops.while_loop(instruction, ins, run)
-        elif Trait.BRANCHES in kind:
+        elif Trait.BRANCHES in traits(eqn):
             results = loops.cond(instruction, ins, run)
         else:
-            results = self._run_on_devices(instruction, ins, context)
+            results = self._run_on_devices(instruction, ins)
         return dict(zip(eqn.outvars, results, strict=True))
 
     def _run_on_devices(
-        self, instruction: Instruction, ins: Sequence[Value], context: Context
+        self, instruction: Instruction, ins: Sequence[Value]
     ) -> list[Value]:
         """The results of a `shard_map`."""
-        eqn = instruction.eqn
-        devices = context.devices.inside(eqn)
+        params = instruction.eqn.params
+        devices = self.devices.inside(instruction.eqn)
         (program,) = instruction.programs
-        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
-        results = self._run(program, entered, context._replace(devices=devices))
-        return list(map(devices.exited, results, eqn.params["out_specs"]))
+        entered = map(devices.entered, ins, params["in_specs"])
+        results = dataclasses.replace(self, devices=devices).run(program, entered)
+        return list(map(devices.exited, results, params["out_specs"]))
 
-    def _compute(self, piece: Piece, env: Env, context: Context) -> Env:
-        """What a piece without loops leaves to others, by compiled code."""
-        operands = [env[v].pair for v in piece.reads]
-        compute = self._compiler.compiled(piece, context.devices)
-        pairs_left, compared = compute(operands)
-        notes = self._note_results(piece, compared, env, context)
-        self._report_progress(piece)
-        results = zip(piece.leaves, pairs_left, strict=True)
-        return {v: Value(pair, notes[v]) for v, pair in results}
-
-    def _note_results(
-        self, piece: Piece, compared: Sequence[Compared], env: Env, context: Context
-    ) -> dict[Var, Note | None]:
-        """Notes the results of a piece; returns the notes of all that it reads or makes.
-
-        A result without a note of its own has that of the first operand that has one.
-        """
-        compared_in_order = iter(compared)
-        notes = {v: env[v].note for v in piece.reads}
-        for instruction in piece.instructions:
+    def _compute(self, piece: Piece, env: Env) -> Env:
+        """The results of a piece without loops, by compiled code, with their notes."""
+        values = {v: env[v] for v in piece.reads}
+        ins = [value.pair for value in values.values()]
+        pairs_of_each = self._compiled_for(piece)(ins)
+        for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
             eqn = instruction.eqn
-            known = [notes[v] for v in variables(eqn.invars)]
-            reads = [note for note in known if note is not None]
-            notes.update(dict.fromkeys(eqn.outvars, reads[0] if reads else None))
-            for position, v in instruction.noted.items():
-                note = note_of(
-                    next(compared_in_order).figures,
-                    instruction.place,
-                    dtype_in(v),
-                    reads,
-                    context.rounds,
-                    position,
-                    stays_narrow=instruction.stays_narrow and is_inexact(v),
-                )
-                notes[v] = note
-                self.notes.append(note)
-        return notes
+            reads = notes_of(values[v] for v in instruction.ins)
+            for position, v in enumerate(eqn.outvars):
+                pair = results[position]
+                note = self._note(instruction, position, pair, reads)
+                values[v] = Value(pair.settled, note)
+        self.progress.at(piece.instructions[-1].place.source, len(self.notes))
+        return values
 
-    def _report_progress(self, piece: Piece) -> None:
-        """Prints a line to stderr, if none has been printed for `_PATIENCE` seconds."""
-        if time.monotonic() - self._reported > _PATIENCE:
-            self._reported = time.monotonic()
-            line = piece.instructions[-1].place.source
-            progress = f"diagnose: {len(self.notes)} results, at {line}"
-            print(progress, file=sys.stderr, flush=True)
+    def _note(
+        self,
+        instruction: Instruction,
+        position: int,
+        pair: Pair,
+        reads: Sequence[Note],
+    ) -> Note | None:
+        """The note of a result; of one without its own, that of the first operand."""
+        if position not in instruction.noted:
+            return reads[0] if reads else None
+        note = note_of(
+            pair.figures,
+            instruction.place,
+            dtype_in(instruction.eqn.outvars[position]),
+            reads,
+            self.rounds,
+            position,
+        )
+        self.notes.append(note)
+        return note
+
+    def _compiled_for(self, piece: Piece) -> Callable:
+        """`pairs.compute` of a piece on its devices, shared by those alike."""
+        key = (piece.key, self.devices)
+        if key not in self.compiled:
+            function = functools.partial(pairs.compute, piece, self.widths)
+            self.compiled[key] = jax.jit(
+                self.devices.over(function), compiler_options=pairs.compiler_options()
+            )
+        return self.compiled[key]

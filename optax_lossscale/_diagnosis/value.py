@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
@@ -36,7 +35,5 @@ def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
     first = reads[0]
     if not is_inexact(pair.actual):
         return Value(pair, first)
-    with np.errstate(over="ignore"):
-        figures = pair.compared().figures
     place = first.place.moved
-    return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))
+    return Value(pair, note_of(pair.figures, place, first.dtype, reads, first.rounds))

@@ -9,14 +9,15 @@ is given.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from optax_lossscale._diagnosis.equations import dtypes_of
+from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._programs.operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import (
     Array,
@@ -73,19 +74,30 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
     """
     if not _is_fixed(eqn) or runs_no_rounds(eqn):
         return False
-    return any(map(is_narrow_dtype, dtypes_of(eqn)))
+    inside = itertools.chain.from_iterable(map(equations, _programs_held(eqn)))
+    return any(
+        is_narrow_dtype(dtype_in(v))
+        for each in (eqn, *inside)
+        for v in (*each.invars, *each.outvars)
+    )
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
     """Whether an equation runs only in the dtypes that it was traced in, or may do so.
 
-    A program that it holds is traced in them. Only a scatter can trace its own anew.
+    So may one that holds a program, as that was traced in its dtypes; except for
+    scatters, whose function traces their program anew.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
         return True
+    return bool(_programs_held(eqn)) and not _is_scatter(eqn)
+
+
+def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+    """The programs in the parameters of an equation, whether it runs them or not."""
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
-    return any(map(is_program, leaves)) and not _is_scatter(eqn)
+    return list(filter(is_program, leaves))
 
 
 def runs_no_rounds(eqn: JaxprEqn) -> bool:
@@ -99,7 +111,11 @@ def _is_scatter(eqn: JaxprEqn) -> bool:
 
 
 def _applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
-    """Applies an equation to arrays that may differ along all axes of the mesh."""
+    """Applies an equation to arrays that may differ along all axes of the mesh.
+
+    `devices` runs a `shard_map` without `check_vma`, so that there is no `pvary` or
+    `psum_invariant`.
+    """
     if Trait.VARIES not in traits(eqn):
         return bind(eqn, ins)
     if Trait.ADDS_MANY in traits(eqn):
@@ -120,8 +136,9 @@ def _rewritten(
 ) -> list[Array]:
     """The results of an equation whose parameters name `wide` for narrower dtypes."""
     params = dict(eqn.params)
-    # `reduce_precision` to that of a narrower dtype rounds nothing in a wide one.
-    if "mantissa_bits" in params and is_narrow_dtype(dtype_in(eqn.invars[0])):
+    # The wide program has no narrower dtype to round to.
+    is_rounding = name_of(eqn) == "reduce_precision"
+    if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(ins)
     if "precision" in params:
         params["precision"] = _ALL_DIGITS

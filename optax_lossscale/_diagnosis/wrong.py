@@ -12,12 +12,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
+    SUMS,
     THE_LOSS,
     Note,
     all_before,
@@ -25,12 +27,14 @@ from optax_lossscale._diagnosis.notes import (
 )
 from optax_lossscale._diagnosis.run import Run, Runs
 from optax_lossscale._diagnosis.value import notes_of
+from optax_lossscale._programs.values import is_narrow_dtype
 
 # The least size to compare: smaller numbers may lack digits in float32.
 _COMPARABLE = 2.0**-100
 # Of a result that is 0 in float32, these say that two things are to be equal.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
-_FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
+_FAR_LESS = 3  # times: an error of float32 that is so much less than that of 16 bits
+_NEAR = 4  # how many equations back a constant may be that would have kept it finite
 _NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
 
 
@@ -50,6 +54,8 @@ class Wrong(NamedTuple):
       place: the equation at fault.
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and what lies between these and the equation.
+        If the result is not finite in float32 either, those that read a constant which
+        rounding made 0 or infinite.
       is_inner: whether it is in a derivative that the loss function itself takes.
       is_in_float32: whether the result is not finite in float32 either.
     """
@@ -105,8 +111,9 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """The first value inside of which a fifth is off, and is still off in a later value.
 
     A value does not count if float32 does not determine it, if all that is computed
-    from it is below float16's normal numbers in a program of float16, or if no result
-    is computed from it, as of a loop's condition. What the loss function returns beside
+    from it is below float16's normal numbers in a program of float16, if no result is
+    computed from it, as of a loop's condition, or if it is the difference of numbers
+    that are equal but for rounding to 16 bits. What the loss function returns beside
     the loss counts without a later value, and also if it is not finite.
 
     Args:
@@ -126,9 +133,12 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
         if note.typical >= least
         for read in all_before(note.reads, _if_moved)
     }
+    eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
     for note in spread:
         if note in counts:
-            return [_entry(A_VALUE_INSIDE, note.off_share, cause_of(note), run)]
+            cause = cause_of(note)
+            if not _is_difference_of_equals(cause.note, eps):
+                return [_entry(A_VALUE_INSIDE, note.off_share, cause, run)]
     return []
 
 
@@ -166,7 +176,19 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
             for earlier in runs.fitting.notes:
                 if earlier.bad and earlier in before:
                     return cause_of(earlier)
-    return cause_in_float32(note)
+    cause = cause_in_float32(note)
+    return cause._replace(rounded=_lost_constants(cause))
+
+
+def _lost_constants(cause: Cause) -> tuple[Note, ...]:
+    """The nearest equations before an infinity that read a constant lost to rounding."""
+    nearest = [cause.note] if cause.is_in_float32 else []
+    for _ in range(_NEAR):
+        found = tuple(note for note in nearest if note.place.has_lost_constant)
+        if found:
+            return found
+        nearest = [read for note in nearest for read in note.reads]
+    return ()
 
 
 def _in_float32(runs: Runs, name: str) -> Note | None:
@@ -193,7 +215,12 @@ def _determines(in_float32: Note | None, note: Note) -> bool:
 def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
     """How far the loss or a gradient is off, and why; None for one that is right."""
     if note.error > TOLERANCE:
-        return note.error, cause_of(note)
+        cause = cause_of(note)
+        if name == THE_LOSS and _is_wide_sum(cause.note) and _are_grads_right(runs):
+            off = note.distance / max(_change_of_loss(runs), _COMPARABLE)
+            if off <= TOLERANCE:
+                return off, None
+        return note.error, cause
     run = runs.fitting
     off = _out_of_proportion(runs.at_1.results[name].note, note, run.scale)
     if off <= TOLERANCE:
@@ -205,6 +232,42 @@ def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | No
         if _out_of_proportion(at_1.get(earlier.result), earlier, run.scale) > TOLERANCE
     )
     return off, Cause(How.IS_NOT_LINEAR, next(not_linear, note))
+
+
+def _is_wide_sum(note: Note) -> bool:
+    """Whether an equation adds or subtracts, and is not itself in 16 bits."""
+    return note.is_any(SUMS) and not is_narrow_dtype(note.dtype)
+
+
+def _are_grads_right(runs: Runs) -> bool:
+    """Whether all gradients that float32 determines are right."""
+    if runs.in_float32 is None:  # as nothing is off
+        return True
+    for name, value in runs.fitting.grads.items():
+        note = value.note
+        if note is None:
+            continue
+        is_off = note.error > TOLERANCE or not note.is_reference_finite
+        is_determined = _determines(runs.in_float32.results[name].note, note)
+        if is_off and (note.bad or is_determined):
+            return False
+    return True
+
+
+def _change_of_loss(runs: Runs) -> float:
+    """How much the loss changes as the parameters do, for a loss that is about 0.
+
+    That is the sum of the inner products of each parameter with its gradient. The loss
+    of a policy in its first step is 0, as advantages add up to 0. What is left of it by
+    rounding is nothing beside what a change of the parameters makes of it.
+    """
+    run = runs.fitting
+    changes = []
+    for name, x in runs.parameters.items():
+        grad = np.asarray(run.grads[name].pair.reference)
+        parameter = np.asarray(x).astype(grad.dtype)
+        changes.append(abs(np.vdot(parameter, grad)))
+    return float(sum(changes)) / run.scale
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
@@ -233,6 +296,17 @@ def _spread(runs: Runs) -> list[Note]:
         and note.off_share > LARGE_SHARE
         and _determines(in_float32.get(note.result), note)
     ]
+
+
+def _is_difference_of_equals(note: Note, eps: float) -> bool:
+    """Whether a sum is of terms that 16 bits, which round by `eps`, do not tell apart.
+
+    As the logarithms of the probabilities that a policy gives in training and gave when
+    its data was collected: their difference is 0 but for rounding.
+    """
+    terms = max((read.typical for read in note.reads), default=0.0)
+    size_of_sum = terms * math.sqrt(note.place.terms)
+    return _is_wide_sum(note) and note.typical < eps * size_of_sum
 
 
 def _if_moved(note: Note) -> Sequence[Note]:

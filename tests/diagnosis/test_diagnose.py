@@ -785,7 +785,15 @@ def over_devices(w, x):
     return jax.shard_map(each, in_specs=(P(), P("d")), out_specs=P())(w, x)
 
 
+def two_layers_in_auto_axes(w, x):
+    layers = jax.sharding.auto_axes(
+        lambda w, x: layer(w, jnp.tanh(layer(w, x))), out_sharding=P("d")
+    )
+    return square(layers(w, x))
+
+
 PLACED = {
+    "in auto_axes": two_layers_in_auto_axes,
     "by the compiler": lambda w, x: square(layer(w, x)),
     "in a loop": lambda w, x: square(
         lax.fori_loop(0, 3, lambda _, y: layer(w, y), x.astype(F16))

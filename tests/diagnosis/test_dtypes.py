@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
 import optax_lossscale as ols
+from optax_lossscale._diagnosis.dtypes import report_of
 
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 SOURCE = pathlib.Path(__file__).read_text().splitlines()
@@ -203,6 +204,54 @@ def test_it_counts_what_runs_on_every_device():
     assert multiplications(mapped, array(4, 2, 4), W) == 4 * ONE
 
 
+# --- programs that run several times ---
+
+
+def call_tree(depth):
+    """A function that calls another twice, which calls another twice, and so on."""
+    function = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    for _ in range(depth):
+        function = jax.jit(lambda w, x, inner=function: inner(w, inner(w, x)))
+    return function
+
+
+def test_a_shared_program_counts_as_often_as_it_runs():
+    square, x = array(4, 4), array(3, 4)
+    assert multiplications(call_tree(5), square, x) == 2**5 * 3 * 4 * 4
+
+
+def test_each_shared_program_is_gone_through_once():
+    """Of programs that each call the one before twice, some would take years otherwise."""
+    (product,) = report(call_tree(60), array(4, 4), array(4, 4)).products
+    assert product.count == 2**60
+    assert product.multiplications == 2**60 * 4**3
+    assert FILE in product.source
+
+
+def test_what_no_line_of_the_users_made_is_of_each_line_that_runs_it():
+    """JAX traces what it compiles but once, and with the first of these lines."""
+    function = call_tree(0)
+    calls = lambda w, x: function(w, x)
+    inner = jax.make_jaxpr(calls)(array(4, 4), array(3, 4))
+    (call,) = inner.eqns
+    program = call.params["jaxpr"].jaxpr
+    nowhere = call.source_info.replace(traceback=None)
+    bare = program.replace(eqns=[e.replace(source_info=nowhere) for e in program.eqns])
+    params = call.params | {"jaxpr": call.params["jaxpr"].replace(jaxpr=bare)}
+    call = call.replace(params=params)
+    found = report_of(inner.jaxpr.replace(eqns=[call, call]))
+    assert [product.count for product in found.products] == [2]
+    assert FILE in found.products[0].source
+
+
+def test_a_loop_in_a_shared_program_counts_all_of_its_rounds():
+    loop = jax.jit(lambda w, x: lax.fori_loop(0, 5, lambda _, c: c @ w, x))
+    twice = lambda w, x: loop(
+        w, lax.scan(lambda c, _: (loop(w, c), None), x, None, 3)[0]
+    )
+    assert multiplications(twice, array(4, 4), array(3, 4)) == 20 * 3 * 4 * 4
+
+
 # --- in which dtype ---
 
 
@@ -231,6 +280,21 @@ def test_a_precision_is_a_choice_unless_all_products_have_it():
     assert report(exact, x, x).products[0].by_choice
     with jax.default_matmul_precision("highest"):
         assert not report(jnp.matmul, x, x).products[0].by_choice
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_calls_of_one_function_are_apart_where_one_widens_an_operand(first):
+    @jax.jit
+    def product(x, w):
+        return x @ w
+
+    def fun(x, w):
+        calls = [x.astype(F16).astype(F32), x]
+        return product(calls[first], w) + product(calls[1 - first], w)
+
+    products = report(fun, array(2, 4, dtype=F32), array(4, 4, dtype=F32)).products
+    assert sorted(p.is_widened for p in products) == [False, True]
+    assert [p.count for p in products] == [1, 1]
 
 
 def test_it_sees_what_an_operand_was_through_a_transposition():
@@ -413,7 +477,7 @@ Matrix products and convolutions:
 by line:
   float16          80.0%  1 dot_general  {line("half")} (model)
   float16→float32  20.0%  1 dot_general  {line("single")} (model)
-Sums, exponentials, logarithms and powers in 16 bits:
+Sums, exponentials, logarithms and powers in 16 bits or fewer:
   float16  8 terms  1 reduce_sum  {line("exponential")} (model)
   float16           1 exp         {line("exponential")} (model)"""
     assert re.sub(r"(?m)\S*/(?=test_dtypes.py)", "", text) == expected

@@ -359,6 +359,19 @@ def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_fi
     assert "changes the gradient" in found.verdict
 
 
+def test_where_nothing_overflows_no_overflow_is_named():
+    """Of a cotangent that is clipped, so that it does not grow with the loss scale."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+    def loss_fn(w, x):
+        return square(identity((x.astype(F16) @ w.astype(F16)).astype(F32)))
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(16, 8, scale=1))
+    assert found.initial_scale.largest == 2.0**126
+    assert found.overflow is None
+
+
 def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
     @jax.custom_vjp
     def identity(x):

@@ -582,3 +582,112 @@ def test_a_loss_scale_at_which_nothing_is_lost_is_fine(scale, is_fine):
     state = ols.with_loss_scale(optax.sgd(0.1), ols.FixedLossScale(scale)).init(w)
     found = ols.diagnose(loss_fn, w, jnp.ones((4, 16), F16), opt_state=state)
     assert (found.advice == ["Nothing."]) == is_fine
+
+
+# --- what cancels ---
+
+
+def log_probabilities(params, tokens):
+    hidden = jax.nn.gelu(params["embed"][tokens[:, :-1]] @ params["w"])
+    logits = jax.nn.log_softmax(hidden @ params["out"])
+    return jnp.take_along_axis(logits, tokens[:, 1:, None], 2)[..., 0]
+
+
+def first_step(params, tokens, advantages, old):
+    """Of a policy whose ratios are 1, and whose advantages add up to 0."""
+    ratio = jnp.exp(log_probabilities(params, tokens) - old)
+    bounded = jnp.clip(ratio, 0.8, 1.2)
+    return -jnp.minimum(ratio * advantages, bounded * advantages).mean()
+
+
+def preferred(params, tokens, advantages, old):
+    """Pairs of answers, of which a policy that is as it was prefers none."""
+    change = (log_probabilities(params, tokens) - old).sum(1)
+    return -jax.nn.log_sigmoid(0.1 * (change[::2] - change[1::2])).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [first_step, preferred])
+def test_differences_that_are_0_but_for_rounding_are_fine(loss_fn):
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "embed": jax.random.normal(keys[0], (40, 32)) / 2,
+        "w": jax.random.normal(keys[1], (32, 32)) / 6,
+        "out": jax.random.normal(keys[2], (32, 40)) / 6,
+    }
+    tokens = jax.random.randint(keys[3], (32, 17), 0, 40)
+    rewards = jax.random.normal(keys[4], (4, 8))
+    apart = rewards - rewards.mean(1, keepdims=True)
+    advantages = (apart / (rewards.std(1, keepdims=True) + 1e-4)).reshape(32, 1)
+    old = ols.autocast(log_probabilities)(params, tokens)
+    found = ols.diagnose(loss_fn, params, tokens, advantages, old)
+    assert found.wrong == ()
+    assert max(found.off.values()) < 0.01
+    assert found.advice == ["Wrap the optimizer: with_loss_scale(optimizer)."]
+
+
+def test_most_gradients_that_float32_does_not_determine_are_not_fine():
+    """A variance as E[x²] - E[x]² far from 0, in float32."""
+
+    def loss_fn(params, x):
+        h = x.astype(F16) @ params["w"].astype(F16) + params["b"].astype(F16)
+        h = h.astype(F32)
+        mean = h.mean(0)
+        variance = jnp.maximum((h * h).mean(0) - mean**2, 0)
+        y = (h - mean) * lax.rsqrt(variance + 1e-5)
+        z = x.astype(F16) @ params["v"].astype(F16)
+        return square(jnp.tanh(y)) / 100 + square(jnp.tanh(z))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "w": jax.random.normal(keys[0], (16, 8)) / 4,
+        "b": jnp.full(8, 600.0),
+        "v": jax.random.normal(keys[1], (16, 4)) / 4,
+    }
+    found = ols.diagnose(loss_fn, params, jax.random.normal(keys[2], (64, 16)) / 2)
+    assert found.wrong == ()
+    assert found.undetermined == ("b", "w")
+    assert found.verdict.startswith("Float32 itself does not determine 2 of 3 grad")
+    assert found.advice != ["Nothing."]
+    assert "but for 2 that float32 does not determine." in " ".join(str(found).split())
+
+
+def test_gradients_that_float32_gives_roughly_are_wrong_if_16_bits_are_far_worse():
+    """A variance as E[x²] - E[x]² far from 0, in float32."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 8, dtype=F16, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, dtype=F16, rngs=rngs)
+            self.out = nnx.Linear(8, 2, dtype=F16, rngs=rngs)
+            self.linear.bias[...] = jnp.full(8, 900.0)
+
+        def __call__(self, x):
+            return self.out(jnp.tanh(self.norm(self.linear(x))))
+
+    x = jax.random.normal(jax.random.key(1), (64, 16)) / 2
+    found = ols.diagnose(lambda model, x: square(model(x) - 1), Model(nnx.Rngs(0)), x)
+    assert found.verdict.startswith("float16 gives wrong gradients")
+
+
+def root_mean_square(params, x):
+    h = x.astype(F16) @ params["w"].astype(F16)
+    return square(h / jnp.sqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-8))
+
+
+def masked(params, x):
+    h = x.astype(F16) @ params["w"].astype(F16)
+    is_kept = jnp.ones((8, 8), F16)
+    return square(jax.nn.softmax(h + (1 - is_kept) * -1e9))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("loss_fn", [root_mean_square, masked])
+def test_a_constant_that_float16_rounds_to_0_or_infinity_is_named(loss_fn):
+    w = jax.random.normal(jax.random.key(0), (8, 8))
+    x = jax.random.normal(jax.random.key(1), (8, 8)).at[3].set(0)
+    (advice,) = ols.diagnose(loss_fn, {"w": w}, x).advice
+    n = 2 if loss_fn is root_mean_square else 3
+    constant = advice[advice.index("A constant at ") :]
+    assert line_of(loss_fn, n) in constant
+    assert "write it as a float32 array" in constant
