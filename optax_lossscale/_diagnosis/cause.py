@@ -179,7 +179,7 @@ def _size_of_terms(note: Note) -> float:
     """How large a sum of its terms would be if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
     size = math.prod(sizes) if note.is_any(Trait.PRODUCT) else max(sizes, default=0.0)
-    return size * math.sqrt(note.place.terms)
+    return size * math.sqrt(note.origin.terms)
 
 
 def _saturates(note: Note) -> bool:

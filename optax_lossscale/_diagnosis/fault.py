@@ -67,8 +67,8 @@ def _in_many_rounds(path: Sequence[Note]) -> Note | None:
 
     It is the one that rounds to 16 bits, a sum if it can be.
     """
-    counts = Counter(note.place for note in path if note.rounds)
-    often = [note for note in path if counts[note.place] >= _MANY_ROUNDS]
+    counts = Counter(note.origin for note in path if note.rounds)
+    often = [note for note in path if counts[note.origin] >= _MANY_ROUNDS]
     narrow = [note for note in often if is_narrow_dtype(note.dtype)] or often
     sums = [note for note in narrow if note.is_any(SUMS)]
     return next(iter(sums or narrow), None)

@@ -2,7 +2,7 @@
 
 A `Note` belongs to one result of one equation, in one round of the loops around it. Its
 `reads` are the notes of the operands, so the notes of a run are a graph, which `cause`
-and `scale` go back along. What is the same in all rounds is in its `Place`.
+and `scale` go back along. What is the same in all rounds is in its `Origin`.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Origin:
     """Where values come from: an argument of the program, an equation, or a loop.
 
-    What a loop takes apart or joins has the place of the equation that computed it, but
+    What a loop takes apart or joins has the origin of the equation that computed it, but
     without the `primitive`.
     """
 
@@ -55,8 +55,8 @@ class Place:
     has_lost_constant: bool = False
 
     @property
-    def moved(self) -> "Place":
-        """The place of what a loop takes apart or joins, if this is where it was made."""
+    def moved(self) -> "Origin":
+        """The origin of what a loop takes apart or joins, if this is where it was made."""
         return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
@@ -65,7 +65,7 @@ class Note(Figures):
     """What is known of one result of an equation, in one round of the loops around it.
 
     Attributes:
-      place: the equation, or the argument of the program.
+      origin: the equation, or the argument of the program.
       dtype: the dtype of the result.
       position: which of the equation's results it is, from 0.
       rounds: the rounds of the loops around it, the outermost first, from 0.
@@ -76,7 +76,7 @@ class Note(Figures):
       nearest: the parameters that are the fewest equations before it, in a report.
     """
 
-    place: Place
+    origin: Origin
     dtype: np.dtype
     position: int = 0
     rounds: tuple[int, ...] = ()
@@ -88,17 +88,17 @@ class Note(Figures):
     @property
     def is_computed(self) -> bool:
         """Whether it is the result of an equation, neither an argument nor moved."""
-        return self.place.primitive != ""
+        return self.origin.primitive != ""
 
     @property
     def is_argument(self) -> bool:
         """Whether it is of an argument of the program, moved or not."""
-        return self.place.name != ""
+        return self.origin.name != ""
 
     @property
     def stays_narrow(self) -> bool:
         """Whether the reference was computed in 16 bits as well."""
-        return self.place.stays_narrow and is_inexact_dtype(self.dtype)
+        return self.origin.stays_narrow and is_inexact_dtype(self.dtype)
 
     @property
     def is_shared(self) -> bool:
@@ -109,24 +109,24 @@ class Note(Figures):
         return is_inexact_dtype(self.dtype) and self.is_any(Trait.EFFECTFUL)
 
     @property
-    def result(self) -> tuple[Place, int, tuple[int, ...]]:
+    def result(self) -> tuple[Origin, int, tuple[int, ...]]:
         """Which result it is of: of a computed result, the same in each run of the program."""
-        return self.place, self.position, self.rounds
+        return self.origin, self.position, self.rounds
 
     @property
     def primitive(self) -> str:
         """Its name in JAX, such as `dot_general`; of an argument, its path."""
-        return self.place.primitive or self.place.name
+        return self.origin.primitive or self.origin.name
 
     @property
     def source(self) -> str:
         """The line that made it, with its file and function; "" of an argument."""
-        return self.place.source
+        return self.origin.source
 
     @property
     def layer(self) -> str:
         """The scope that it is in, or else the parameters nearest to it."""
-        return self.place.scope or some(self.nearest)
+        return self.origin.scope or some(self.nearest)
 
     @property
     def line(self) -> str:
@@ -145,12 +145,12 @@ class Note(Figures):
 
     def is_any(self, traits: Trait) -> bool:
         """Whether its operation has any of these traits."""
-        return bool(traits_of(self.place.primitive) & traits)
+        return bool(traits_of(self.origin.primitive) & traits)
 
 
 def note_of(
     figures: Figures,
-    place: Place,
+    origin: Origin,
     dtype: np.dtype,
     reads: Sequence[Note],
     rounds: tuple[int, ...],
@@ -160,7 +160,7 @@ def note_of(
     before = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
-        place=place,
+        origin=origin,
         dtype=dtype,
         position=position,
         rounds=rounds,
@@ -175,7 +175,7 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
     level = {note}
     seen: set[Note] = set()
     while level:
-        names = {member.place.name for member in level if member.place.is_parameter}
+        names = {member.origin.name for member in level if member.origin.is_parameter}
         if names:
             return tuple(sorted(names, key=natural_sort_key))
         seen |= level

@@ -1,6 +1,6 @@
 """The traced program as a list of instructions, in pieces to compile together.
 
-An *instruction* is an equation with its place in the program. A *piece* is a number of
+An *instruction* is an equation with its origin in the program. A *piece* is a number of
 consecutive instructions. It ends at each product, so that the layers of a model, which
 are alike, share what is compiled for one. A loop or branch that computes floats is a
 piece by itself, whose programs are divided in turn.
@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import keeps_numbers
-from optax_lossscale._diagnosis.notes import Place
+from optax_lossscale._diagnosis.notes import Origin
 from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
 from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.keys import hashable, key_of
@@ -40,11 +40,11 @@ _NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
 
 
 class Instruction(NamedTuple):
-    """An equation in its place, with variables that no other instruction makes."""
+    """An equation with its origin, with variables that no other instruction makes."""
 
     eqn: JaxprEqn
     ins: Sequence[Var]  # its operands; a literal has a variable of its own
-    place: Place
+    origin: Origin
     programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
     # The positions of the results that have notes of their own: floats, and choices that
     # depend on floats. Any other result only moves numbers, or is an integer, and has
@@ -70,8 +70,8 @@ class Program(NamedTuple):
     pieces: Sequence[Piece]
 
 
-def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
-    """A jaxpr in pieces, where `outer` is the place of the equation that holds it."""
+def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
+    """A jaxpr in pieces, where `outer` is the origin of the equation that holds it."""
     flat = all_flat(program)
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
 
@@ -90,10 +90,10 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Place) -> Program:
         ins = list(map(named, eqn.invars))
         frees = {*ins, *eqn.outvars} - needed
         needed |= frees
-        place = _place_of(eqn, outer)
-        programs = [program_of(held, place) for held in _programs_to_run(eqn)]
+        origin = _origin_of(eqn, outer)
+        programs = [program_of(held, origin) for held in _programs_to_run(eqn)]
         noted = _noted(eqn)
-        instructions.append(Instruction(eqn, ins, place, programs, noted, frees))
+        instructions.append(Instruction(eqn, ins, origin, programs, noted, frees))
     pieces = list(map(_piece, _divided(instructions[::-1])))
     return Program(flat.ins, gives, constants, pieces)
 
@@ -115,7 +115,7 @@ def _noted(eqn: JaxprEqn) -> Container[int]:
     return [n for n, v in enumerate(eqn.outvars) if is_inexact(v)]
 
 
-def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
+def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
     """Where an equation is: its line, and the names of the scopes that it is in.
 
     The names come from the stack that JAX keeps for profiles, without what JAX and
@@ -124,7 +124,7 @@ def _place_of(eqn: JaxprEqn, outer: Place) -> Place:
     own = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
     scopes = [outer.scope, *own] if outer.scope else own
     is_transposed = "transpose(" in str(eqn.source_info.name_stack)
-    return Place(
+    return Origin(
         primitive=name_of(eqn),
         source=line_of(eqn, outer.source),
         scope="/".join(scopes),

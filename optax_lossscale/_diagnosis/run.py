@@ -14,7 +14,7 @@ import numpy as np
 
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.notes import THE_LOSS, Note, Place
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note, Origin
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
 from optax_lossscale._diagnosis.program import program_of
 from optax_lossscale._diagnosis.scale import (
@@ -98,7 +98,7 @@ class Runs(NamedTuple):
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
-    program = program_of(gradient.jaxpr, Place())
+    program = program_of(gradient.jaxpr, Origin())
     shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)

@@ -21,7 +21,7 @@ from jax.extend.core import Var
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
-from optax_lossscale._diagnosis.notes import Note, Place, note_of
+from optax_lossscale._diagnosis.notes import Note, Origin, note_of
 from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, notes_of
@@ -87,7 +87,7 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
     figures = pair.figures if is_inexact(argument.array) else Figures()
     note = Note(
         **vars(figures),
-        place=Place(name=argument.name, is_parameter=argument.is_parameter),
+        origin=Origin(name=argument.name, is_parameter=argument.is_parameter),
         dtype=dtype_in(argument.array),
         is_backward=argument.is_seed,
     )
@@ -192,7 +192,7 @@ class _Runner:
                 pair = results[position]
                 note = self._note(instruction, position, pair, reads)
                 values[v] = Value(pair.settled, note)
-        self.progress.at(piece.instructions[-1].place.source, len(self.notes))
+        self.progress.at(piece.instructions[-1].origin.source, len(self.notes))
         return values
 
     def _note(
@@ -207,7 +207,7 @@ class _Runner:
             return reads[0] if reads else None
         note = note_of(
             pair.figures,
-            instruction.place,
+            instruction.origin,
             dtype_in(instruction.eqn.outvars[position]),
             reads,
             self.rounds,

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from optax_lossscale._diagnosis.notes import Note, Place
+from optax_lossscale._diagnosis.notes import Note, Origin
 from optax_lossscale._diagnosis.text import aligned, percent
 
 _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "largest")
@@ -35,9 +35,9 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    all_rounds: dict[tuple[Place, int], list[Note]] = defaultdict(list)
+    all_rounds: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
     for note in notes:
-        all_rounds[note.place, note.position].append(note)
+        all_rounds[note.origin, note.position].append(note)
     rows = []
     for rounds in all_rounds.values():
         worst = max(rounds, key=lambda note: note.error)

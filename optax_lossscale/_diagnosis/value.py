@@ -35,5 +35,5 @@ def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
     first = reads[0]
     if not is_inexact(pair.actual):
         return Value(pair, first)
-    place = first.place.moved
-    return Value(pair, note_of(pair.figures, place, first.dtype, reads, first.rounds))
+    origin = first.origin.moved
+    return Value(pair, note_of(pair.figures, origin, first.dtype, reads, first.rounds))

@@ -148,7 +148,7 @@ def _entry(name: str, off: float, cause: Cause, run: Run) -> Wrong:
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
     is_before_the_loss = at in all_before(notes_of([run.loss]))
-    is_derivative = at.place.is_derivative and not at.is_backward
+    is_derivative = at.origin.is_derivative and not at.is_backward
     return Wrong(
         name,
         off,
@@ -184,7 +184,7 @@ def _lost_constants(cause: Cause) -> tuple[Note, ...]:
     """The nearest equations before an infinity that read a constant lost to rounding."""
     nearest = [cause.note] if cause.is_in_float32 else []
     for _ in range(_NEAR):
-        found = tuple(note for note in nearest if note.place.has_lost_constant)
+        found = tuple(note for note in nearest if note.origin.has_lost_constant)
         if found:
             return found
         nearest = [read for note in nearest for read in note.reads]
@@ -305,7 +305,7 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
     its data was collected: their difference is 0 but for rounding.
     """
     terms = max((read.typical for read in note.reads), default=0.0)
-    size_of_sum = terms * math.sqrt(note.place.terms)
+    size_of_sum = terms * math.sqrt(note.origin.terms)
     return _is_wide_sum(note) and note.typical < eps * size_of_sum
 
 
