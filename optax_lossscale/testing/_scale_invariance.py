@@ -166,9 +166,12 @@ def _is_dependent(path, trials):
 
 
 def _divided(by_powers):
-    """The fault that gradients are divided once too often."""
-    negative = {path: power for path, power in by_powers.items() if power < 0}
-    return _following(negative, _DIVIDED)
+    """The fault that gradients are divided once too often.
+
+    Where they are multiplied too often, epsilons come out divided: of Adam, say.
+    """
+    are_negative = [power < 0 for power in by_powers.values()]
+    return _following(by_powers, _DIVIDED) if all(are_negative) else ""
 
 
 def _multiplied(by_powers, sweep, usual):

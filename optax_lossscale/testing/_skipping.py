@@ -108,9 +108,10 @@ _APPLIED = (
 )
 KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
-state, such as Adam's count. Keep all else that the step changes, such as batch statistics or an
-average of the parameters, with ols.where_applied(state, new, old), where state is what the step
-made. Name what is meant to move on all the same, such as a replay buffer, in ignore=."""
+state, such as Adam's count, if all transformations are inside the wrapper. Keep all else that the
+step changes, such as batch statistics or an average of the parameters, with
+ols.where_applied(state, new, old), where state is what the step made. Name what is meant to move
+on all the same, such as a replay buffer, or is only returned, in ignore=."""
 APPLIED_REMEDY = """\
 Either gradients are not multiplied by the loss scale of the state that the step is given: use
 value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is

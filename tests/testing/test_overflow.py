@@ -409,6 +409,31 @@ def under_shard_map(right):
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs)), (*arguments, *batch)
 
 
+@step_of("result[1]", KEPT)
+def hidden_state_of_a_recurrent_layer(right):
+    weights = {
+        "in": 0.4 * PARAMS["w"],
+        "hidden": jax.nn.initializers.orthogonal()(KEYS[0], (3, 3)),
+    }
+
+    def recurrent_loss(params, hidden, x, y):
+        def cell(hidden, x):
+            hidden = jnp.tanh(x @ params["in"] + hidden @ params["hidden"])
+            return hidden, hidden
+
+        hidden, outputs = jax.lax.scan(cell, hidden, x)
+        return jnp.mean((outputs - y) ** 2), hidden
+
+    def step(params, hidden, state, x, y):
+        (loss, new), params, state = TX.minimize(
+            recurrent_loss, state, params, hidden, x, y, has_aux=True
+        )
+        return params, kept_if(right, state, new, hidden), state, loss
+
+    batch = X.reshape(4, 2, 4), Y.reshape(4, 2, 3)
+    return jax.jit(step), (weights, jnp.zeros((2, 3)), TX.init(weights), *batch)
+
+
 class Normalized(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -686,6 +711,24 @@ def test_an_average_that_is_returned_before_the_parameters(decay):
     zeros = jax.tree.map(jnp.zeros_like, params)
     for ema in (zeros, params):
         ols.testing.assert_survives_overflow(step, params, ema, TX.init(params), X, Y)
+
+
+def test_gradients_are_not_taken_for_the_new_teacher():
+    """Though they have its form, and depend on it."""
+
+    @jax.jit
+    def step(params, teacher, state, x, y):
+        def distance(params, teacher):
+            return loss_fn(params, x, x @ teacher["w"] + teacher["b"])
+
+        loss, grads = ols.value_and_scaled_grad(distance, state)(params, teacher)
+        unscaled = state.loss_scale.unscale(grads)
+        params, state = TX.apply_gradients(grads, state, params, value=loss)
+        return params, state, loss, unscaled
+
+    teacher = jax.tree.map(lambda p: p + 1, PARAMS)
+    arguments = PARAMS, teacher, TX.init(PARAMS), X, Y
+    ols.testing.assert_survives_overflow(step, *arguments)
 
 
 def test_a_fixed_loss_scale_without_the_wrapper_is_not_accused():
