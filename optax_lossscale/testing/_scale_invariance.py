@@ -168,10 +168,12 @@ def _is_dependent(path, trials):
 def _divided(by_powers):
     """The fault that gradients are divided once too often.
 
-    Where they are multiplied too often, epsilons come out divided: of Adam, say.
+    An epsilon, such as Adam's, makes a few outputs follow the opposite power.
     """
-    are_negative = [power < 0 for power in by_powers.values()]
-    return _following(by_powers, _DIVIDED) if all(are_negative) else ""
+    negative = {path: power for path, power in by_powers.items() if power < 0}
+    if 2 * len(negative) <= len(by_powers):
+        return ""
+    return _following(negative, _DIVIDED)
 
 
 def _multiplied(by_powers, sweep, usual):
