@@ -6,12 +6,12 @@ what is wrong with the step, where, and what to do.
 
 # Two of the assertions know nothing of the step but what it does. Their evidence is
 # trials (`_trial.py`): runs of the step (`_experiment.py`) at other loss scales and with
-# other numbers, each of which says whether the step was applied. Where it was skipped,
-# what comes back to the step (`_carry.py`) must be as it was given (`_skipping.py`);
-# this is what `assert_survives_overflow` concludes from. Where it was applied, each
-# output (`_series.py`) must be the same at all loss scales, but for underflow;
-# `assert_scale_invariant` concludes from both. `assert_computes_in` runs nothing: it
-# reads the traced program.
+# other numbers (`_numbers.py`), each of which says whether the step was applied.
+# - Where it was skipped, what comes back to the step (`_carry.py`) must be as it was
+#   given (`_skipping.py`). `assert_survives_overflow` rests on this alone.
+# - Where it was applied, at falling loss scales (`_sweep.py`), the outputs must be the
+#   same (`_dependence.py`), but for underflow. `assert_scale_invariant` rests on both.
+# `assert_computes_in` runs nothing: it reads the traced program.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from jax.tree_util import keystr
 
-from optax_lossscale.testing._contents import Path
+from optax_lossscale.testing._numbers import Path
 
 _SHOWN = 8
 
@@ -14,31 +14,34 @@ def name_of(path: Path) -> str:
     return f"{path[0].key}{keystr(path[1:])}"
 
 
-def not_ignored(ignore: str | Collection[str], outputs: Collection[Path]) -> list[Path]:
+def not_ignored(
+    ignore: str | Collection[str],
+    outputs: Collection[Path],
+) -> list[Path]:
     """The outputs that are neither ignored by name nor inside an ignored one.
 
     A name that is not that of an output raises a `ValueError`, which lists the outputs.
     """
-    names = [ignore] if isinstance(ignore, str) else ignore
-    ignored = set()
-    for name in names:
-        inside = [path for path in outputs if _is_in(path, name)]
-        if not inside:
+    ignored = [ignore] if isinstance(ignore, str) else ignore
+    names = {path: _names_of(path) for path in outputs}
+    for name in ignored:
+        if not any(name in x for x in names.values()):
             known = "\n  ".join(map(name_of, outputs))
             raise ValueError(f"ignore={name!r} names no output. There are\n  {known}")
-        ignored.update(inside)
-    return [path for path in outputs if path not in ignored]
+    return [path for path in outputs if names[path].isdisjoint(ignored)]
 
 
-def _is_in(path, name):
-    """Whether an output is the one of this name, or a part of it."""
-    own_name = name_of(path)
-    parts = (f"{name}[", f"{name}.")
-    return own_name == name or own_name.startswith(parts)
+def _names_of(path):
+    """The name of an output, and those of all trees that it is in."""
+    return {name_of(path[:depth]) for depth in range(1, len(path) + 1)}
 
 
-def listed(title: str, outputs: Iterable[Path | str], remedy: str = "") -> str:
-    """Text of a title, the first eight outputs below it, and a remedy.
+def listed(
+    title: str,
+    outputs: Iterable[Path | str],
+    remedy: str = "",
+) -> str:
+    """Text of a title, the first few outputs below it, and a remedy.
 
     Empty if there are no outputs.
     """

@@ -11,20 +11,17 @@ empty if there is none.
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
-
-from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
-from optax_lossscale.testing._carry import find_carry, nudges, within
-from optax_lossscale.testing._contents import equal, is_finite
+from optax_lossscale.testing._carry import find_carry, within
 from optax_lossscale.testing._experiment import Experiment
+from optax_lossscale.testing._numbers import is_finite
 from optax_lossscale.testing._output_names import listed, name_of, not_ignored
 from optax_lossscale.testing._skipping import (
     KEEP,
-    applied_at_infinity,
     changed,
     left_behind,
-    stuck,
+    not_adapted,
+    overflow_applied,
 )
 
 
@@ -37,10 +34,10 @@ def assert_survives_overflow(
     """Raises if gradients that overflow, or a NaN in the batch, leave something behind.
 
     Such a step must be skipped. Then the parameters, the optimizer's state and every
-    other float that is given to the next step must be as they were, the skip must be
-    counted, and the loss scale must adapt, unless it is fixed. PRNG keys, integers
-    outside of the optimizer's state, and what is only returned, such as the loss and
-    norms to be logged, may be anything.
+    other array of floats that is given to the next step must be as they were, the skip
+    must be counted, and the loss scale must adapt, unless it is fixed. PRNG keys,
+    Python numbers, integers outside of the optimizer's state, and what is only
+    returned, such as the loss and norms to be logged, may be anything.
 
     This assertion finds batch statistics, hidden states and averages without
     `where_applied`, replicas of `shard_map` that drift apart, and steps that are not
@@ -48,9 +45,9 @@ def assert_survives_overflow(
     same arguments.
 
     It runs the step on copies of its arguments: with loss scales at which gradients
-    overflow, up to infinity; with a NaN in the batch, the first array of floats that is
-    not given to the next step (a batch of tokens has none); and several times with
-    small changes, to see which numbers are given to the next step.
+    overflow, up to infinity; with a NaN in what it takes for the batch, the first array
+    of floats that is not given to the next step (a batch of tokens has none); and
+    several times with small changes, to see which numbers are given to the next step.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -88,96 +85,61 @@ def assert_survives_overflow(
     """
     check_keywords(step, ["ignore"], args)
     experiment = Experiment("assert_survives_overflow", step, args, kwargs)
-    usual = experiment.trial(experiment.loss_scale)
-    overflowing = experiment.overflowing()
-    infinite = overflowing[-1]
-    nudged = nudges(experiment, [usual, infinite])
-    carry = find_carry(experiment, usual, nudged)
-    judged = within(carry, not_ignored(ignore, usual.outputs))
-    # Where moments are zero, as before the first step, an optimizer that runs on zeros
-    # leaves no trace. It does in the trials with other numbers.
-    to_be_skipped = overflowing + [nudge.repeated for nudge in nudged]
+    baseline = experiment.baseline
+    overflowing = experiment.overflowing
+    carry = find_carry(experiment)
+    outputs = not_ignored(ignore, baseline.outputs)
+    judged = within(carry, outputs, experiment.floats)
+    counts = within(carry, outputs, experiment.counts)
     fault = (
-        _drifted(usual, judged)
-        or stuck(overflowing)
-        or left_behind(to_be_skipped, judged)
-        or _uncounted(overflowing)
-        or _counts_on(overflowing)
-        or _overflow_applied(experiment, infinite, usual, judged)
-        or _after_nan(experiment, carry, judged)
+        _state_not_returned(experiment)
+        or _replicas_diverge(baseline, judged)
+        or not_adapted(overflowing)
+        or left_behind(experiment.to_be_skipped, judged | counts)
+        or _skip_not_counted(overflowing)
+        or overflow_applied(experiment, baseline, judged)
+        or _nan_left_behind(experiment, carry, judged)
     )
     if fault:
         raise AssertionError(f"the step does not survive an overflow. {fault}")
 
 
-def _drifted(trial, judged):
-    """The fault that replicas drift apart.
+def _state_not_returned(experiment):
+    """The fault that a state of loss scaling is given, and none comes back."""
+    is_returned = bool(experiment.baseline.states)
+    return _NOT_RETURNED if experiment.has_state and not is_returned else ""
+
+
+def _replicas_diverge(trial, judged):
+    """The fault that replicas diverge.
 
     What is only returned, such as the loss of each device, may differ; not so a loss
     scale, which is not among the other outputs.
     """
     outputs = trial.outputs
-    drifted = [x for x in trial.after.drifted if x in judged or x not in outputs]
-    return listed(_DRIFTED, drifted, _ONE_DECISION)
+    diverged = [x for x in trial.diverged if x in judged or x not in outputs]
+    return listed(_DIVERGED, diverged, _ONE_DECISION)
 
 
-def _uncounted(trials):
+def _skip_not_counted(trials):
     """The fault that the state that comes back does not count a skipped step."""
     for trial in trials:
-        if trial.after.states and trial.was_skipped and trial.more_skipped <= 0:
+        if trial.states and trial.was_skipped and trial.more_skipped <= 0:
             return _UNCOUNTED
     return ""
 
 
-def _counts_on(trials):
-    """The fault that a skipped step changes an integer of an optimizer."""
-    for trial in trials:
-        before = trial.before
-        after = trial.after
-        # Of several states, one may be skipped and another one applied.
-        how_many_states = max(len(before.states), len(after.states))
-        are_alike = len(before.counts) == len(after.counts)
-        are_kept = all(map(equal, before.counts, after.counts))
-        is_told = trial.was_skipped and how_many_states <= 1
-        if is_told and are_alike and not are_kept:
-            return _COUNTS_ON
-    return ""
+def _nan_left_behind(experiment, carry, judged):
+    """The fault that a NaN in the batch is left behind.
 
-
-def _overflow_applied(experiment, infinite, usual, judged):
-    """The fault that a step is applied at an infinite loss scale.
-
-    `infinite` is the trial at that scale, and `usual` one at the scale that was given.
+    The first array of floats that does not come back is taken for the batch.
     """
-    # The last of the trials that overflow is finite if the step fails at infinity.
-    is_applied = infinite.is_infinite and infinite.flags.any()
-    if not is_applied or _need_not_overflow(experiment, judged):
+    given_back = set(carry.values())
+    arrays = [path for path, x in experiment.floats.items() if x.ndim]
+    batches = [path for path in arrays if path not in given_back]
+    if not batches:
         return ""
-    changes = changed(infinite, judged)
-    # Gradients that were not scaled are zero, divided by infinity, and change nothing.
-    if infinite.flags.all() and not changes:
-        changes = changed(usual, judged)
-    return applied_at_infinity(changes)
-
-
-def _need_not_overflow(experiment, judged):
-    """Whether nothing has to overflow at an infinite loss scale.
-
-    A step may leave out the multiplication by a fixed scale of 1. Then it is evidence
-    enough that it is skipped with a NaN in something that comes back to it, such as a
-    parameter.
-    """
-    if experiment.loss_scale != FixedLossScale(1):
-        return False
-    return any(_with_nan(experiment, place).was_skipped for place in judged.values())
-
-
-def _after_nan(experiment, carry, judged):
-    """The fault after a step with a NaN in the batch."""
-    batch = _first_of_batch(experiment, carry)
-    if batch is None:
-        return ""
-    trial = _with_nan(experiment, batch)
+    trial = experiment.with_nan(batches[0])
     # A step that is applied may be right: the NaN may not have reached the loss, or
     # only one of several steps that are taken in one. Then only outputs that are not
     # finite are wrong.
@@ -186,35 +148,19 @@ def _after_nan(experiment, carry, judged):
         for path in changed(trial, judged)
         if trial.was_skipped or not is_finite(trial.outputs[path])
     ]
-    by_nan = _LEFT_BY_NAN.format(name=name_of(batch))
-    return _drifted(trial, judged) or listed(by_nan, left, KEEP)
-
-
-def _first_of_batch(experiment, carry):
-    """The path of the first array of floats that does not come back, or None."""
-    given_back = set(carry.values())
-    for path, x in experiment.floats.items():
-        if x.ndim and path not in given_back:
-            return path
-    return None
-
-
-def _with_nan(experiment, place):
-    """The trial with a NaN in one of the arguments' arrays."""
-    numbers = experiment.floats[place].copy()
-    numbers.flat[0] = np.nan
-    return experiment.trial(experiment.loss_scale, {place: numbers})
+    by_nan = _LEFT_BY_NAN.format(name=name_of(batches[0]))
+    return _replicas_diverge(trial, judged) or listed(by_nan, left, KEEP)
 
 
 _LEFT_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
-_DRIFTED = "Devices hold copies of these outputs that differ:"
+_DIVERGED = "Devices hold copies of these outputs that differ:"
 _ONE_DECISION = """\
 So each takes the step by its own gradients, or decides by these whether to skip it. Average the
 gradients over all devices before anything else, with jax.lax.pmean, and give with_loss_scale the
 axis_name."""
-_COUNTS_ON = f"""\
-The step is skipped, but an integer in the optimizer's state changes, such as Adam's count.
-{KEEP}"""
+_NOT_RETURNED = """\
+The optimizer's state does not come back, so the next step overflows, too: return the state that
+the step makes, with its loss scale."""
 _UNCOUNTED = """\
 The step is skipped, but the state that comes back does not count it: return the state that the
 step makes as it is, not one put together from old and new."""

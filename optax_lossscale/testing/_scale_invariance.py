@@ -1,15 +1,14 @@
 """The assertion that nothing but the loss scale depends on the loss scale.
 
 There are three kinds of evidence. At falling loss scales, from the highest at which the
-step is applied, each output is a series, which should not depend on the loss scale. At
-loss scales at which gradients overflow, the step should be skipped. And where the loss
-scale is about to grow, the outputs should be those of any other step.
+step is applied, each output should be the same. At loss scales at which gradients
+overflow, the step should be skipped. And where the loss scale is about to grow, the
+outputs should be those of any other step.
 
 `_fault` asks for one fault after the other, in an order in which the first that is
 found may be the cause of all later ones. It returns that one alone.
 """
 
-import bisect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,28 +20,24 @@ from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
-from optax_lossscale.testing._carry import find_carry, nudges, within
-from optax_lossscale.testing._contents import equal, is_finite
-from optax_lossscale.testing._experiment import Experiment
+from optax_lossscale.testing._carry import find_carry, within
+from optax_lossscale.testing._dependence import powers, unexplained_changes
+from optax_lossscale.testing._experiment import Experiment, log2_of
+from optax_lossscale.testing._numbers import difference, equal, is_finite, norm
 from optax_lossscale.testing._output_names import listed, name_of, not_ignored
-from optax_lossscale.testing._series import Series, powers, unexplained_changes
 from optax_lossscale.testing._skipping import (
     APPLIED_REMEDY,
-    applied_at_infinity,
     left_behind,
-    stuck,
+    not_adapted,
+    overflow_applied,
+)
+from optax_lossscale.testing._sweep import (
+    LOWEST_EXPONENT,
+    sweep_of,
+    trials_at_falling_scales,
 )
 
-# How far the exponents of the loss scales are below the highest one. The distances
-# between neighbours alternate: at equal ones, the rounding error of a number such as
-# 1/3, of which every second bit is set, could follow the scale.
-_BELOW = [5 * i // 2 for i in range(13)]
-_ENOUGH = 8  # at how many loss scales the step must be applied
-_LOWEST = -125  # the exponent of a loss scale at which nearly all gradients underflow
-# A step that is applied even at _WIDE computes in float32 or bfloat16, where nothing
-# underflows at the loss scales that matter, which are those from _START down.
-_WIDE = 90
-_START = 30
+_MIN_APPLIED = 8  # at how many loss scales the step must be applied
 _LONGEST_INTERVAL = 100_000  # steps
 _WEIGHTS = GetAttrKey("master_weights")
 
@@ -123,213 +118,128 @@ def _fault(experiment, ignore):
 
     The text names the outputs, says how they depend on it, and what to do.
     """
-    overflowing = experiment.overflowing()
-    falling = _falling(experiment)
-    fault = stuck(overflowing) or _never_applied(experiment, falling)
+    trials = trials_at_falling_scales(experiment)
+    fault = not_adapted(experiment.overflowing) or _never_applied(experiment, trials)
     if fault:
         return fault
-    usual = falling[0]
-    infinite = overflowing[-1]
-    judged = not_ignored(ignore, usual.outputs)
-    all_series = _all_series(experiment, falling, judged)
-    by_powers = powers(all_series)
-    differing = _differing(all_series, falling, infinite)
+    usual = trials[0]
+    sweep = sweep_of(experiment, trials, not_ignored(ignore, usual.outputs))
+    by_powers = powers(sweep)
+    carry = within(find_carry(experiment), sweep.outputs, experiment.floats)
+    compared = [*trials, experiment.overflowing[-1]]
+    dependent = {x: carry[x] for x in carry if _is_dependent(x, compared)}
     return (
         _divided(by_powers)
-        or _says_applied(infinite, differing)
-        or _multiplied(by_powers, all_series, usual)
-        or _in_carry(experiment, overflowing, falling, all_series, differing)
-        or _at_growth(experiment, falling, all_series)
+        or overflow_applied(experiment, usual, dependent)
+        or _multiplied(by_powers, sweep, usual)
+        or _not_finite(sweep, usual, carry)
+        or left_behind(experiment.to_be_skipped, dependent)
+        or _lost_weights(experiment, usual, carry)
+        or _at_growth(experiment, sweep)
     )
 
 
-def _falling(experiment):
-    """Trials at falling loss scales, without those in which the step is skipped.
-
-    The highest loss scale at which it is applied is found by bisection.
-    """
-
-    def is_skipped(exponent):
-        return not experiment.at(exponent).was_applied
-
-    exponents = range(_LOWEST, _WIDE + 1)
-    how_many_fit = bisect.bisect_left(exponents, True, key=is_skipped)
-    highest = _LOWEST - 1 + how_many_fit
-    start = _START if highest == _WIDE else highest
-    tried = [start - below for below in _BELOW]
-    trials = [experiment.at(x) for x in tried if x >= _LOWEST]
-    return [trial for trial in trials if trial.was_applied]
-
-
-def _never_applied(experiment, falling):
+def _never_applied(experiment, trials):
     """The fault of a step that is applied at too few loss scales to compare.
 
     If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
     """
-    if len(falling) >= _ENOUGH:
+    if len(trials) >= _MIN_APPLIED:
         return ""
-    trial = falling[0] if falling else experiment.at(_LOWEST)
-    outputs = trial.outputs.values()
-    if not all(map(is_finite, outputs)):
+    lowest = experiment.at(LOWEST_EXPONENT)
+    if not all(map(is_finite, lowest.outputs.values())):
         raise ValueError(
-            f"the step is skipped at all but {len(falling)} loss scales: look for NaN "
+            f"the step is skipped at all but {len(trials)} loss scales: look for NaN "
             "or inf in the arguments, the loss and the model; diagnose(loss_fn, "
             "params, batch) says where"
         )
-    return _NEVER.format(times=len(falling))
+    return _NEVER.format(times=len(trials))
 
 
-def _all_series(experiment, falling, judged):
-    """The series of each output in `judged` at the falling loss scales, by path."""
-    exponents = np.array([trial.exponent for trial in falling])
-    again = experiment.trial(falling[0].loss_scale).outputs
-    without = _without_gradients(experiment)
-    all_series = {}
-    for path in judged:
-        if any(path not in trial.outputs for trial in falling):
-            continue
-        values = np.stack([trial.outputs[path] for trial in falling])
-        series = Series(exponents, values, again[path], without.get(path))
-        if series.is_noisy:
-            raise ValueError(
-                f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
-                "step all that it depends on as arguments that can be copied: batches "
-                "and PRNG keys as arrays, not iterators or generators"
-            )
-        all_series[path] = series
-    return all_series
+def _is_dependent(path, trials):
+    """Whether an output differs between trials at different loss scales.
 
-
-def _without_gradients(experiment):
-    """The outputs at a loss scale at which all gradients underflow, by path.
-
-    Empty if there is none: at the lowest one they underflow in a step that computes in
-    float16, which is the one that overflows at _WIDE.
+    If it does not, as the mean of a batch, it does not depend on gradients.
     """
-    lowest = experiment.at(_LOWEST)
-    is_narrow = not experiment.at(_WIDE).was_applied
-    return lowest.outputs if is_narrow and lowest.was_applied else {}
-
-
-def _differing(all_series, falling, infinite):
-    """The outputs that are not the same at the infinite and all falling loss scales.
-
-    An output that is the same at all of them, such as the mean of a batch, does not
-    depend on gradients.
-    """
-
-    def is_the_same(path):
-        numbers = infinite.outputs[path]
-        return all(equal(numbers, trial.outputs[path]) for trial in falling)
-
-    judged = [path for path in all_series if path in infinite.outputs]
-    return [path for path in judged if not is_the_same(path)]
+    first, *others = [x.outputs[path] for x in trials if path in x.outputs]
+    return not all(equal(first, other) for other in others)
 
 
 def _divided(by_powers):
     """The fault that gradients are divided once too often.
 
-    All other faults may follow from that one.
+    An epsilon, such as Adam's, makes a few outputs follow the opposite power.
     """
     negative = {path: power for path, power in by_powers.items() if power < 0}
-    return listed(_BY_A_POWER, _named(negative), _DIVIDED)
+    if 2 * len(negative) <= len(by_powers):
+        return ""
+    return _following(negative, _DIVIDED)
 
 
-def _says_applied(infinite, differing):
-    """The fault that a step says it was applied at an infinite loss scale."""
-    says_applied = infinite.was_applied and not infinite.is_silent
-    if says_applied and infinite.is_infinite:
-        return applied_at_infinity(differing)
-    return ""
-
-
-def _multiplied(by_powers, all_series, usual):
+def _multiplied(by_powers, sweep, usual):
     """The fault that outputs depend on gradients that are still scaled."""
     # In a silent step, a change may be that of a step that was skipped.
-    changing = {} if usual.is_silent else unexplained_changes(all_series)
+    changes = {} if usual.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
-        for path, (high, low) in changing.items()
+        for path, (high, low) in changes.items()
         if path not in by_powers
     ]
-    if not by_powers and not other_changes:
-        return ""
-    by_a_power = listed(_BY_A_POWER, _named(by_powers))
-    return by_a_power + listed(_BY_A_CHANGE, other_changes) + _MULTIPLIED
+    fault = _following(by_powers) + listed(_BY_A_CHANGE, other_changes)
+    return fault + _MULTIPLIED if fault else ""
 
 
-def _named(by_powers):
-    """The outputs that follow a power of the loss scale, as text."""
-    return [f"2**{power}: {name_of(path)}" for path, power in by_powers.items()]
+def _following(by_powers, remedy=""):
+    """Text that lists the outputs that follow a power of the loss scale."""
+    named = [f"2**{power}: {name_of(path)}" for path, power in by_powers.items()]
+    return listed(_BY_A_POWER, named, remedy)
 
 
-def _in_carry(experiment, overflowing, falling, all_series, differing):
-    """The fault of outputs that come back to the step as they should not."""
-    usual = falling[0]
-    nudged = nudges(experiment, [usual, overflowing[-1]])
-    carry = within(find_carry(experiment, usual, nudged), all_series)
-    to_be_skipped = overflowing + [nudge.repeated for nudge in nudged]
-    return (
-        listed(_NOT_FINITE, _not_finite(falling, carry), APPLIED_REMEDY)
-        or left_behind(to_be_skipped, within(carry, differing))
-        or listed(_LOST, _lost_weights(experiment, usual, carry), _LAST)
-    )
-
-
-def _not_finite(falling, carry):
-    """The outputs that come back, and are not finite although their arguments are."""
-
-    def becomes_infinite(trial, path, place):
-        was_finite = is_finite(trial.before.numbers[place])
-        return was_finite and not is_finite(trial.outputs[path])
-
-    return [
-        path
-        for path, place in carry.items()
-        if any(becomes_infinite(trial, path, place) for trial in falling)
+def _not_finite(sweep, usual, carry):
+    """The fault that outputs come back not finite, though their arguments are."""
+    not_finite = [
+        output
+        for output, argument in carry.items()
+        if is_finite(usual.given[argument]) and not is_finite(sweep.outputs[output])
     ]
+    return listed(_NOT_FINITE, not_finite, APPLIED_REMEDY)
 
 
 def _lost_weights(experiment, usual, carry):
-    """The master weights whose rounding to float16 is no parameter's value."""
+    """The fault that master weights, rounded to float16, are no parameter's values."""
     outputs = usual.outputs
     halves = [
-        outputs[path]
-        for path, place in carry.items()
-        if experiment.floats[place].dtype == np.float16
+        outputs[output]
+        for output, argument in carry.items()
+        if experiment.floats[argument].dtype == np.float16
     ]
 
     def is_lost(copy):
-        with np.errstate(over="ignore"):
-            rounded = copy.astype(np.float16)
         alike = [half for half in halves if half.size == copy.size]
-        are_kept = [equal(half, rounded) for half in alike]
-        return bool(alike) and not any(are_kept)
+        return alike and not any(equal(x, copy.astype(np.float16)) for x in alike)
 
-    return [path for path in carry if _WEIGHTS in path and is_lost(outputs[path])]
+    lost = [path for path in carry if _WEIGHTS in path and is_lost(outputs[path])]
+    return listed(_LOST, lost, _LAST)
 
 
-def _at_growth(experiment, falling, all_series):
+def _at_growth(experiment, sweep):
     """The fault that outputs differ at a step at which the loss scale grows.
 
-    None is found if that step is skipped.
+    None is found if that step is skipped. Integers and bools may be counts and flags of
+    the growth.
     """
-    scale = np.max(experiment.loss_scale.loss_scale)
-    exponent = np.log2(scale)
-    steady = min(falling, key=lambda trial: abs(trial.exponent - exponent))
-    about_to_grow = _about_to_grow(jax.device_put(steady.loss_scale))
-    growing = experiment.trial(about_to_grow)
+    exponent = min(log2_of(experiment.loss_scale), sweep.exponents[0])
+    steady = experiment.at(exponent)
+    growing = experiment.trial(_about_to_grow(jax.device_put(steady.loss_scale)))
     if not growing.was_applied:
         return ""
-
-    def is_changed(path):
-        steady_numbers = steady.outputs[path]
-        numbers = growing.outputs.get(path, steady_numbers)
-        # Integers and bools may be counts and flags of the growth.
+    changing = []
+    for path in sweep.outputs:
+        numbers = steady.outputs[path]
+        change = difference(growing.outputs.get(path, numbers), numbers)
         is_float = numbers.dtype == np.float64
-        return is_float and all_series[path].differs(steady_numbers, numbers)
-
-    changing = [path for path in all_series if is_changed(path)]
+        if is_float and norm(change) > sweep.negligible(path, numbers):
+            changing.append(path)
     return listed(_AT_GROWTH, changing, _ADAPTED)
 
 
@@ -362,9 +272,7 @@ _BY_A_CHANGE = (
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
-_NOT_FINITE = (
-    "Some gradients overflow, but the step is applied, and these become infinite:"
-)
+_NOT_FINITE = "Some gradients overflow, but the step is applied, and these become infinite or NaN:"
 _LOST = (
     "These float32 copies of with_master_weights are no longer those of the parameters:"
 )

@@ -10,51 +10,47 @@ none.
 
 from collections.abc import Iterable
 
-import jax
-
+from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale.testing._carry import Carry
-from optax_lossscale.testing._contents import Path, equal
+from optax_lossscale.testing._experiment import Experiment
+from optax_lossscale.testing._numbers import Path, equal
 from optax_lossscale.testing._output_names import listed
-from optax_lossscale.testing._trial import Trial, same
+from optax_lossscale.testing._trial import Trial
 
 
-def stuck(trials: list[Trial]) -> str:
-    """The fault that the loss scale that comes back does not adapt.
+def not_adapted(trials: list[Trial]) -> str:
+    """The fault that the loss scale that comes back is not adapted.
 
-    Then the next step overflows, too. The loss scale is as it was given, or it is made
-    anew: the same for the first two of the trials, which are at different loss scales.
+    Then the next step overflows, too. The loss scale is as it was given, or as it was
+    at first, at whatever scale the trial is.
     """
-    is_made_anew = len(trials) > 1 and _is_made_anew(*trials[:2])
-    if is_made_anew or any(map(_is_as_given, trials)):
-        return _STUCK
+    if _is_reset(trials[0], trials[-1]) or any(map(_is_as_given, trials)):
+        return _NOT_ADAPTED
     return ""
 
 
-def _is_made_anew(trial, other):
-    """Whether two trials return the same loss scale, where other ones are due."""
-    due, _ = trial.adapted
-    others_due, _ = other.adapted
-    if same(due, others_due) or not (trial.was_skipped and other.was_skipped):
-        return False
-    adapting = filter(jax.tree.leaves, trial.after.loss_scales)  # no fixed ones
-    others = filter(jax.tree.leaves, other.after.loss_scales)
-    are_same = list(map(same, adapting, others))
-    return bool(are_same) and all(are_same)
+def _is_reset(trial, other):
+    """Whether two skipped steps return one loss scale where different ones are due."""
+    if_skipped, _ = trial.adapted
+    if_other_skipped, _ = other.adapted
+    are_skipped = trial.was_skipped and other.was_skipped
+    are_same = [other.returns(x) for x in trial.loss_scales]
+    are_due = if_skipped == if_other_skipped
+    return are_skipped and bool(are_same) and all(are_same) and not are_due
 
 
 def _is_as_given(trial):
     """Whether the loss scale comes back as it was given, although it should adapt."""
     if_skipped, if_applied = trial.adapted
     due = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
-    may_stay = any(same(x, trial.loss_scale) for x in due)
-    stay = [same(x, trial.loss_scale) for x in trial.after.loss_scales]
-    return bool(stay) and all(stay) and not may_stay
+    return trial.returns(trial.loss_scale) and trial.loss_scale not in due
 
 
 def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
     """The fault that skipped steps change what comes back.
 
-    A silent step should be skipped where all gradients overflow.
+    A step that does not say whether it was applied, a silent one, should be skipped
+    where all gradients overflow.
     """
     for trial in trials:
         left = changed(trial, carry)
@@ -67,17 +63,39 @@ def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
 def changed(trial: Trial, carry: Carry) -> list[Path]:
     """The outputs in `carry` that differ from their arguments."""
     outputs = trial.outputs
-    before = trial.before.numbers
     return [
-        path
-        for path, place in carry.items()
-        if path in outputs and not equal(outputs[path], before[place])
+        output
+        for output, argument in carry.items()
+        if output in outputs and not equal(outputs[output], trial.given[argument])
     ]
 
 
-def applied_at_infinity(outputs: Iterable[Path]) -> str:
-    """The fault that a step is applied at an infinite loss scale, to these outputs."""
-    return listed(_APPLIED, outputs, APPLIED_REMEDY)
+def overflow_applied(experiment: Experiment, usual: Trial, carry: Carry) -> str:
+    """The fault that a step is applied at an infinite loss scale.
+
+    `usual` is a trial in which it is applied. There is no trial at an infinite scale if
+    the step raises an error there.
+    """
+    highest = experiment.overflowing[-1]
+    says_applied = highest.was_applied and not highest.is_silent
+    is_applied = says_applied and highest.is_infinite
+    if not is_applied or _need_not_overflow(experiment, carry):
+        return ""
+    # Gradients that were not scaled are zero, divided by infinity, and change nothing.
+    changes = changed(highest, carry) or changed(usual, carry)
+    return listed(_APPLIED, changes, APPLIED_REMEDY)
+
+
+def _need_not_overflow(experiment, carry):
+    """Whether nothing has to overflow at an infinite loss scale.
+
+    A step may leave out the multiplication by a fixed scale of 1. Then it is evidence
+    enough that it is skipped with a NaN in something that comes back to it, such as a
+    parameter.
+    """
+    if experiment.loss_scale != FixedLossScale(1):
+        return False
+    return any(experiment.with_nan(x).was_skipped for x in carry.values())
 
 
 _LEFT = (
@@ -90,16 +108,17 @@ _APPLIED = (
 )
 KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
-state. Keep all else that the step changes, such as batch statistics or an average of the
-parameters, with ols.where_applied(state, new, old), where state is what the step made. Name what
-is meant to move on all the same, such as a replay buffer, in ignore=."""
+state, such as Adam's count, if all transformations are inside the wrapper. Keep all else that the
+step changes, such as batch statistics or an average of the parameters, with
+ols.where_applied(state, new, old), where state is what the step made. Name what is meant to move
+on all the same, such as a replay buffer, or is only returned, in ignore=."""
 APPLIED_REMEDY = """\
 Either gradients are not multiplied by the loss scale of the state that the step is given: use
 value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
 replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as
 they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
 they are all zero: give the step a batch that it learns from."""
-_STUCK = """\
+_NOT_ADAPTED = """\
 Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
 next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
 itself is not finite where gradients overflow, as in a step of SAM, whose second loss is computed

@@ -7,51 +7,46 @@ another way after an applied one. A step that returns neither is silent.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import numpy as np
 
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale.testing._contents import Contents, Numbers, equal, flat
+from optax_lossscale._step.state import LossScaleState
+from optax_lossscale.testing._numbers import Numbers, Path
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Trial:
     """One run of a step.
 
     Attributes:
       loss_scale: the loss scale that the step was given.
-      fixed_overflow: whether all fixed loss scales were infinite.
-      before: what its arguments held.
-      after: what it returned or changed in place.
+      is_infinite: whether it was infinite, so that all gradients overflow; then those
+        that are fixed were, too.
+      given: the arrays among the step's arguments.
+      outputs: the arrays that it returned or changed in place.
+      loss_scales: the loss scales that it returned or changed, if they can adapt.
+      states: the states of loss scaling that it returned or changed.
+      more_skipped: by how much the highest count of skipped steps has risen.
+      diverged: outputs and loss scales of which devices hold copies that differ.
     """
 
     loss_scale: LossScale
-    fixed_overflow: bool
-    before: Contents
-    after: Contents
-
-    @property
-    def outputs(self) -> Numbers:
-        """The arrays that the step returned or changed in place, flat, by path."""
-        return self.after.numbers
-
-    @property
-    def exponent(self) -> float:
-        """The log2 of the loss scale that the step was given."""
-        scale = np.max(self.loss_scale.loss_scale)
-        return float(np.log2(scale))
-
-    @property
-    def is_infinite(self) -> bool:
-        """Whether the loss scale was infinite, where all gradients overflow."""
-        is_fixed = not jax.tree.leaves(self.loss_scale)
-        return self.fixed_overflow if is_fixed else math.isinf(self.exponent)
+    is_infinite: bool
+    given: Numbers
+    outputs: Numbers
+    loss_scales: list[LossScale]
+    states: list[LossScaleState]
+    more_skipped: int
+    diverged: list[Path]
 
     @functools.cached_property
     def adapted(self) -> tuple[LossScale, LossScale]:
-        """The loss scale as it is after a skipped step, and after an applied one."""
+        """What `adjust` makes of the loss scale, after a skipped and an applied step.
+
+        One that measures gradients may come out differently after an applied step.
+        """
         on_device = jax.device_put(self.loss_scale)
         return jax.device_get(_adapted(on_device))
 
@@ -59,20 +54,21 @@ class Trial:
     def flags(self) -> np.ndarray:
         """Whether the step was applied, by each output that says it; bools, (flags,).
 
-        Each state gives a flag for each of its replicas. They are all False if a loss
-        scale has adapted as after a skipped step. Without states, each loss scale gives
-        a flag.
+        Each state gives a flag for each of its replicas, False if its loss scale has
+        adapted as after a skipped step. Without states, each loss scale gives a flag.
         """
+        if self.states:
+            flags = [
+                np.ravel(state.should_apply) & self._may_be_applied(state.loss_scale)
+                for state in self.states
+            ]
+            return np.concatenate(flags)
+        return np.array(list(map(self._may_be_applied, self.loss_scales)), bool)
+
+    def _may_be_applied(self, loss_scale):
+        """Whether this is another loss scale than after a skipped step alone."""
         if_skipped, if_applied = self.adapted
-        loss_scales = self.after.loss_scales
-        states = self.after.states
-        by_scales = [
-            same(x, if_applied) or not same(x, if_skipped) for x in loss_scales
-        ]
-        if not states:
-            return np.array(by_scales, bool)
-        by_states = [np.ravel(state.should_apply) for state in states]
-        return np.concatenate(by_states) & all(by_scales)
+        return loss_scale == if_applied or loss_scale != if_skipped
 
     @property
     def is_silent(self) -> bool:
@@ -80,41 +76,22 @@ class Trial:
         return self.flags.size == 0
 
     @property
-    def more_skipped(self) -> int:
-        """How many steps were skipped, by the states with the highest counts."""
-        return _skipped_steps(self.after) - _skipped_steps(self.before)
-
-    @property
     def was_applied(self) -> bool:
         """Whether no output says that the step, or a part of it, was skipped."""
-        none_skipped = self.more_skipped <= 0
-        return none_skipped and bool(np.all(self.flags))
+        return self.more_skipped <= 0 and bool(np.all(self.flags))
 
     @property
     def was_skipped(self) -> bool:
         """Whether outputs say that the step was skipped, and none that it was not."""
         return not self.is_silent and not np.any(self.flags)
 
+    def returns(self, loss_scale: LossScale) -> bool:
+        """Whether all loss scales that come back are this one, and there is one."""
+        are_same = [x == loss_scale for x in self.loss_scales]
+        return bool(are_same) and all(are_same)
+
 
 @jax.jit
 def _adapted(loss_scale):
     """`Trial.adapted`, compiled, for a loss scale on the device."""
     return loss_scale.adjust(False), loss_scale.adjust(True)
-
-
-def _skipped_steps(contents):
-    """How many steps were skipped, by the state with the highest count; or 0."""
-    counts = [np.sum(state.skipped_steps) for state in contents.states]
-    return max(counts, default=0)
-
-
-def same(x: LossScale, y: LossScale) -> bool:
-    """Whether two loss scales have the same state.
-
-    True if one of them is fixed, as it has no state that could differ.
-    """
-    numbers = [flat(number) for number in jax.tree.leaves(x)]
-    others = [flat(number) for number in jax.tree.leaves(y)]
-    if not numbers or not others:
-        return True
-    return len(numbers) == len(others) and all(map(equal, numbers, others))

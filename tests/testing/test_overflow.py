@@ -409,6 +409,31 @@ def under_shard_map(right):
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs)), (*arguments, *batch)
 
 
+@step_of("result[1]", KEPT)
+def hidden_state_of_a_recurrent_layer(right):
+    weights = {
+        "in": 0.4 * PARAMS["w"],
+        "hidden": jax.nn.initializers.orthogonal()(KEYS[0], (3, 3)),
+    }
+
+    def recurrent_loss(params, hidden, x, y):
+        def cell(hidden, x):
+            hidden = jnp.tanh(x @ params["in"] + hidden @ params["hidden"])
+            return hidden, hidden
+
+        hidden, outputs = jax.lax.scan(cell, hidden, x)
+        return jnp.mean((outputs - y) ** 2), hidden
+
+    def step(params, hidden, state, x, y):
+        (loss, new), params, state = TX.minimize(
+            recurrent_loss, state, params, hidden, x, y, has_aux=True
+        )
+        return params, kept_if(right, state, new, hidden), state, loss
+
+    batch = X.reshape(4, 2, 4), Y.reshape(4, 2, 3)
+    return jax.jit(step), (weights, jnp.zeros((2, 3)), TX.init(weights), *batch)
+
+
 class Normalized(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -617,6 +642,128 @@ def test_a_step_that_does_not_tell_whether_it_was_applied_is_not_accused(check):
         return optax.tree.where(ols.all_finite(grads), (new_params, new), old)
 
     check(step, PARAMS, INNER.init(PARAMS), LOSS_SCALE)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_a_loss_is_not_taken_for_the_new_value_of_a_rate(check):
+    @jax.jit
+    def step(params, state, rate):
+        def scaled_loss(params):
+            return rate * loss_fn(params, X, Y)
+
+        loss, params, state = TX.minimize(scaled_loss, state, params)
+        return params, state, loss
+
+    check(step, *begun(TX), 0.5)
+
+
+def test_a_step_that_does_not_return_the_state_is_found():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params, state, x, y):
+        loss, params, _ = tx.minimize(autocast_loss, state, params, x, y)
+        return params, loss
+
+    with pytest.raises(AssertionError, match="state does not come back"):
+        ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X, Y)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_another_network_whose_state_is_closed_over_goes_on(check):
+    """As the page on several losses says of a GAN."""
+    tx = ols.with_loss_scale(optax.adam(1e-2), LOSS_SCALE)
+    other_state = tx.init(PARAMS)
+
+    @jax.jit
+    def step(params, state, other_params, x, y):
+        loss, params, state = tx.minimize(autocast_loss, state, params, x, y)
+
+        def other_loss(other_params):
+            return autocast_loss(other_params, x @ params["w"] @ params["w"].T, y)
+
+        other_loss, other_params, new_state = tx.minimize(
+            other_loss, other_state, other_params
+        )
+        return params, state, other_params, new_state, loss, other_loss
+
+    others = jax.tree.map(lambda p: p + 1, PARAMS)
+    check(step, PARAMS, tx.init(PARAMS), others, X, Y)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.995])
+def test_an_average_that_is_returned_before_the_parameters(decay):
+    params = {**PARAMS, "scale": jnp.ones(1)}
+
+    def scaled_loss(params, x, y):
+        return autocast_loss(params, params["scale"] * x, y)
+
+    @jax.jit
+    def step(params, ema, state, x, y):
+        loss, params, state = TX.minimize(scaled_loss, state, params, x, y)
+        new = jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, ema, params)
+        return ols.where_applied(state, new, ema), params, state, loss
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for ema in (zeros, params):
+        ols.testing.assert_survives_overflow(step, params, ema, TX.init(params), X, Y)
+
+
+def test_gradients_are_not_taken_for_the_new_teacher():
+    """Though they have its form, and depend on it."""
+
+    @jax.jit
+    def step(params, teacher, state, x, y):
+        def distance(params, teacher):
+            return loss_fn(params, x, x @ teacher["w"] + teacher["b"])
+
+        loss, grads = ols.value_and_scaled_grad(distance, state)(params, teacher)
+        unscaled = state.loss_scale.unscale(grads)
+        params, state = TX.apply_gradients(grads, state, params, value=loss)
+        return params, state, loss, unscaled
+
+    teacher = jax.tree.map(lambda p: p + 1, PARAMS)
+    arguments = PARAMS, teacher, TX.init(PARAMS), X, Y
+    ols.testing.assert_survives_overflow(step, *arguments)
+
+
+def test_a_fixed_loss_scale_without_the_wrapper_is_not_accused():
+    @jax.jit
+    def step(params, inner_state, loss_scale):
+        _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, X, Y)
+        grads = loss_scale.unscale(grads)
+        updates, new = INNER.update(grads, inner_state, params)
+        new_params = optax.apply_updates(params, updates)
+        kept = optax.tree.where(
+            ols.all_finite(grads), (new_params, new), (params, inner_state)
+        )
+        return *kept, loss_scale
+
+    arguments = PARAMS, INNER.init(PARAMS), ols.FixedLossScale(128)
+    ols.testing.assert_survives_overflow(step, *arguments)
+
+
+def test_another_optimizer_that_goes_on_may_be_ignored_with_its_count():
+    other = optax.adam(1e-3)
+
+    @jax.jit
+    def step(params, state, other_params, other_state):
+        loss, params, state = TX.minimize(autocast_loss, state, params, X, Y)
+        grads = jax.grad(loss_fn)(other_params, X, Y)
+        updates, other_state = other.update(grads, other_state)
+        other_params = optax.apply_updates(other_params, updates)
+        return params, state, other_params, other_state, loss
+
+    others = jax.tree.map(lambda p: p + 1, PARAMS)
+    arguments = step, *begun(TX), others, other.init(others)
+    with pytest.raises(AssertionError, match=r"result\[3\]\[0\].count"):
+        ols.testing.assert_survives_overflow(*arguments)
+    both = ["result[2]", "result[3]"]
+    ols.testing.assert_survives_overflow(*arguments, ignore=both)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 0.3j, np.float64(0.3), np.full(3, 0.3)])

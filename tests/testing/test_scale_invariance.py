@@ -436,6 +436,23 @@ def test_the_advice_goes_by_the_power_and_not_by_names():
         ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS), X)
 
 
+def test_gradients_that_are_scaled_twice_are_not_said_to_be_divided():
+    """Although Adam's epsilon makes a small parameter follow the reciprocal."""
+    loss_fn, params, batch = problem(jnp.float16)
+    tx = ols.with_loss_scale(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, state, batch):
+        def scaled_twice(params, batch):
+            return 2.0**-10 * state.loss_scale.scale(loss_fn(params, batch))
+
+        loss, grads = ols.value_and_scaled_grad(scaled_twice, state)(params, batch)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    with pytest.raises(AssertionError, match="still multiplied by the loss scale"):
+        ols.testing.assert_scale_invariant(step, params, tx.init(params), batch)
+
+
 @pytest.mark.slow
 def test_of_large_arrays_a_sample_is_compared():
     w = jnp.linspace(1, 2, 2**18).reshape(2**9, 2**9)

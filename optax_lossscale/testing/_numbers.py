@@ -1,0 +1,112 @@
+"""The numbers that a step's arguments or outputs hold, flat and on the host.
+
+Only types and paths tell what a number is. The loss scale is what is inside a
+`LossScale`, and no other number that has its name or its value, or shares its array.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexact_leaf
+from optax_lossscale._arrays.variables import is_variable, without_variables
+from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._skips.rule import SkipRule
+
+Path = tuple[Any, ...]  # of JAX's keys
+Numbers = dict[Path, np.ndarray]  # flat arrays by their paths
+
+_LEFT_OUT = (LossScale, SkipRule)  # their state is meant to depend on overflows
+_SAMPLE = 2**16  # how many numbers of an array are compared at most
+
+
+def arrays_in(tree: Any) -> dict[Path, Any]:
+    """The arrays of numbers or bools in a tree, but none in loss scales and skip rules.
+
+    A variable that occurs several times is at the first of its paths only.
+    """
+
+    def is_leaf(x):
+        return is_variable(x) or isinstance(x, _LEFT_OUT)
+
+    arrays = {}
+    seen = set()
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf):
+        if isinstance(x, _LEFT_OUT) or id(x) in seen:
+            continue
+        if is_variable(x):
+            seen.add(id(x))
+        array = without_variables(x)
+        if is_array_leaf(array) and _is_numeric(array):
+            arrays[path] = array
+    return arrays
+
+
+def _is_numeric(x):
+    """Whether this is an array of numbers or bools, and not of keys, text or objects."""
+    dtype = dtype_of(x)
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+
+
+def nodes_in(tree: Any, is_node: Callable[[Any], bool]) -> dict[Path, Any]:
+    """The nodes of a tree for which `is_node` holds, with arrays for variables."""
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=is_node)
+    return {path: without_variables(x) for path, x in nodes if is_node(x)}
+
+
+def flat(x: Any) -> np.ndarray:
+    """The numbers of an array as a vector of float64 or int64, on the host.
+
+    They are rounded to the dtype in which JAX computes with them: a Python float, or a
+    float64 array of NumPy's, to float32, unless 64-bit types are enabled. A complex
+    number becomes two numbers. Of a large array, it is a sample.
+    """
+    numbers = np.ravel(jax.device_get(x))
+    numbers = numbers[:: 1 + numbers.size // _SAMPLE]
+    if not is_inexact_leaf(x):
+        return numbers.astype(np.int64)
+    numbers = numbers.astype(dtype_of(x))
+    if np.iscomplexobj(numbers):
+        numbers = numbers.view(numbers.real.dtype)
+    return numbers.astype(np.float64)
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """Whether all numbers of an array are finite."""
+    return bool(np.isfinite(x).all())
+
+
+def difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The difference of each two numbers; 0 where it is not finite."""
+    with np.errstate(invalid="ignore"):
+        return _finite(x - y)
+
+
+def norm(x: np.ndarray) -> np.ndarray:
+    """The L2 norm of the finite numbers of an array, over its last axis."""
+    return np.linalg.norm(_finite(x), axis=-1)
+
+
+def _finite(x):
+    """The array, with 0 for each number that is not finite."""
+    return np.where(np.isfinite(x), x, 0)
+
+
+def equal(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether two arrays have the same numbers, where NaN equals NaN."""
+    return np.array_equal(x, y, equal_nan=True)
+
+
+def replicas_differ(tree: Any) -> bool:
+    """Whether devices hold copies of an array, or of parts of it, that differ."""
+    for x in jax.tree.leaves(tree):
+        copies = {}
+        for shard in getattr(x, "addressable_shards", ()):
+            numbers = flat(shard.data)
+            first = copies.setdefault(str(shard.index), numbers)
+            if not equal(first, numbers):
+                return True
+    return False
