@@ -193,9 +193,10 @@ def _others(results, arguments, matched):
     for top, form in results.items():
         if top not in matched:
             outputs_of[form].append(top)
+    taken = set(matched.values())
     arguments_of = defaultdict(list)
     for top, form in arguments.items():
-        if top not in matched.values():
+        if top not in taken:
             arguments_of[form].append(top)
     pairs = []
     for form, tops in arguments_of.items():
