@@ -120,9 +120,13 @@ def join(kinds: Iterable[Kind]) -> Kind:
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     """The kind of the results of an equation, neither a product nor to be rewritten."""
     its_traits = traits(eqn)
-    is_mask = Trait.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
-    if is_mask:
-        return Kind.NUMBER
+    if Trait.CASTS in its_traits:
+        source = eqn.invars[0]
+        if isinstance(source, Literal):
+            return operands[0]
+        is_mask = dtype_in(source) == jnp.bool_
+        if is_mask:
+            return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_inexact(v)]
     if not of_floats or _fills_with_a_number(eqn):
@@ -167,7 +171,8 @@ def _kind_of_literal(literal: Literal) -> Kind:
     One that is LARGE may be added, but is no factor: two multiplications by 200 would
     bring 2 beyond the range of float16.
     """
-    if dtype_in(literal) != FLOAT32:
+    dtype = dtype_in(literal)
+    if dtype != FLOAT32 and not jnp.issubdtype(dtype, jnp.integer):
         return Kind.FLOAT32
     size = abs(float(literal.val))
     if size == 0 or _SMALLEST_FACTOR <= size <= _LARGEST_FACTOR:

@@ -143,7 +143,7 @@ def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
     """Why the programs in an equation cannot be rewritten; "" if they can."""
-    if not is_entered(eqn):
+    if not is_entered(eqn) and not traits(eqn) & (Trait.JVP | Trait.VJP):
         return f"a {name_of(eqn)}"
     if has_shardings(eqn):
         return "a jit with shardings"
