@@ -52,10 +52,12 @@ class Region:
     """An island or a part of one, or a step that runs by itself, such as a product."""
 
     steps: Sequence[Step]
-    reads: Dtypes  # the values from outside, with the dtypes in which it needs them
+    # The values from outside, each with the dtype that would do, in which `store` stores
+    # the value if its other readers agree; only the steps cast it
+    reads: Dtypes
     stores: Dtypes  # the values for outside, with their dtypes
     is_recomputed: bool = False  # whether the backward pass recomputes its steps
-    # Those of its results that are not recomputed, but kept
+    # The results of its steps that `jax.checkpoint` keeps as residuals
     kept_reductions: frozenset[Var] = frozenset()
 
 

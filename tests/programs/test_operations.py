@@ -76,7 +76,7 @@ def test_a_row_names_a_parameter_that_holds_a_program():
     program = eqn.params["jaxpr"]
     assert programs_in(eqn) == [program]
     renamed = eqn.replace(params={"program": program})
-    with pytest.raises(NotImplementedError, match="`jit` in none of .*: jaxpr"):
+    with pytest.raises(NotImplementedError, match="holds the program of `jit` in none"):
         is_cheap(renamed)
 
 
