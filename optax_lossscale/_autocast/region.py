@@ -5,8 +5,8 @@ what it stores. A step of an island casts its operands to the dtypes in which th
 traced, unless it only moves numbers: then it takes them as they are stored. Some sums
 that are stored in 16 bits cast their operands to 16 bits instead. A region reads a
 value from outside in 16 bits if each step that reads the value casts it to 16 bits, or
-moves it to where 16 bits are needed. It reads any other value in the dtype that `facts`
-has for the value.
+only moves it, to readers that need 16 bits. It reads any other value in the dtype that
+`facts` has for the value.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ class Region:
     """An island or a part of one, or a step that runs by itself, such as a product."""
 
     steps: Sequence[Step]
-    # The values from outside, each with the dtype that would do, in which `store` stores
-    # the value if its other readers agree; only the steps cast it
+    # The values from outside, each with the dtype in which the region would have it
+    # stored; if it is stored in another, the steps that need a cast make it
     reads: Dtypes
     stores: Dtypes  # the values for outside, with their dtypes
     is_recomputed: bool = False  # whether the backward pass recomputes its steps
@@ -90,7 +90,8 @@ def region_of_equation(
 
     What is sent, gets a name or is held by a barrier is in 16 bits if only products
     read it. So devices send each other 16 bits, as in a model cast by hand, and not
-    float32.
+    float32. A cheap move, such as a transpose, is not cast first: a compiler fuses it
+    with the cast after it.
 
     Args:
       facts: the facts about the program.
@@ -123,9 +124,9 @@ def _rounding_sums(
     """The sums of an island that cast their operands to 16 bits.
 
     They are the sums that are stored in 16 bits, and the sums from which one of those
-    is computed by way of SUMs alone; none broadcasts an operand. So the compiler need
-    not store their operands in float32. This saves bytes in a ResNet and in
-    transformers, and in a ResNet memory as well.
+    is computed by way of SUMs alone, but for sums that broadcast an operand. So the
+    compiler need not store their operands in float32. This saves bytes in a ResNet and
+    in transformers, and in a ResNet memory as well.
     """
     low = facts.low
     rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}

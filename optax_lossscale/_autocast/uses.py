@@ -1,8 +1,8 @@
-"""The second pass: what is done with each value, which says how long it is needed.
+"""The second pass: what is done with each value after it is made.
 
 The pass goes backward, from the results of a program to its arguments. It asks two
 questions of a value: does any product depend on it, and is it read once more after a
-product has been computed from it? In `y = x + f(x @ w)`, both are true of `x`: the
+product has been computed from it? In `y = x + tanh(x @ w)`, both are true of `x`: the
 product multiplies it, and the sum reads it past the product, so it has to be stored
 until then. Neither is true of the result of `x @ w`, if `y` is not multiplied later.
 
@@ -91,8 +91,8 @@ def _use_of_operand(
         if isinstance(v, Var) and depth[result] > depth[v]:
             use |= Use.PAST
         # Where the result is read past a product, the equation may be repeated, which
-        # then reads the operand there. A larger operand, as that of a sum, is not
-        # stored for that, nor rounded.
+        # then reads the operand there. An operand larger than the result, as that of a
+        # reduction, is not kept for that: the result is.
         is_larger = size_of(v.aval) > size_of(result.aval)
         is_stored = may_be_repeated and not is_larger
         use |= after[result] & (STORED if is_stored else Use.MULTIPLIED)
