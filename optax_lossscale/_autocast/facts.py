@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from optax_lossscale._autocast.classify import Kind, classify
-from optax_lossscale._autocast.uses import STORED, Use, Uses, uses
+from optax_lossscale._autocast.uses import BOTH, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
 
@@ -78,5 +78,5 @@ def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     unless only products read it. The rule looks at use, and not at which program holds
     the reader: so a `scan` or `cond` around the reader does not change the dtype.
     """
-    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and STORED in use)
+    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and use == BOTH)
     return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)

@@ -41,7 +41,7 @@ class Use(enum.Flag):
 
 
 NOTHING = Use(0)
-STORED = Use.MULTIPLIED | Use.PAST
+BOTH = Use.MULTIPLIED | Use.PAST
 """The use of a value that has to be stored, and on which a product depends."""
 
 Uses = tuple[Use, ...]
@@ -94,8 +94,8 @@ def _use_of_operand(
         # then reads the operand there. An operand larger than the result, as that of a
         # reduction, is not kept for that: the result is.
         is_larger = size_of(v.aval) > size_of(result.aval)
-        is_stored = may_be_repeated and not is_larger
-        use |= after[result] & (STORED if is_stored else Use.MULTIPLIED)
+        is_read_again = may_be_repeated and not is_larger
+        use |= after[result] & (BOTH if is_read_again else Use.MULTIPLIED)
     return use
 
 
