@@ -40,7 +40,7 @@ The words that these files share:
 - A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
   is computed in 16 bits, the *low* dtype. An equation that holds programs is
   *rewritten*, by a plan for each program, if they hold a product to narrow or an outer
-  product to replace, or if its custom rule may compute one.
+  product to replace, or if it is a `custom_vjp`, whose rule may compute either.
 - A *region* is a list of steps that run as one: an *island* or a part of one, which
   depends on products and computes in float32 but for moves and for sums stored in 16
   bits, or a single step, such as a product.

@@ -34,7 +34,7 @@ from optax_lossscale._autocast.normalized import Role, is_normalized, role_of
 from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import flat
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -137,7 +137,7 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     if not of_floats or _fills_with_a_number(eqn):
         return Kind.FLOAT32
     kind = join(of_floats)
-    if its_traits & (Trait.MOVES | Trait.SENDS | Trait.CHOOSES):
+    if its_traits & (RUNS_AS_STORED | Trait.CHOOSES):
         return kind
     if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
         return Kind.FLOAT32

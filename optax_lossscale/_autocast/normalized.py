@@ -99,7 +99,7 @@ def role_of(
         return Role(None, "number")
     formula = row_of(eqn).formula
     is_of_a_number = formula in ("minus", "over") and operands[0].of is None
-    is_other_power = eqn.params.get("y", 2) != 2
+    is_other_power = eqn.params.get("y", 2) != 2  # the exponent of an `integer_pow`
     if is_of_a_number or is_other_power:
         return None
     parts: list[Role] = []

@@ -20,7 +20,7 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.products import is_narrowed
 from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept_reductions
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -151,7 +151,7 @@ def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     if is_narrowed(eqn):
         others = eqn.invars[2:]
         return [low, low] + [None] * len(others)
-    if traits(eqn) & (Trait.MOVES | Trait.SENDS):
+    if traits(eqn) & RUNS_AS_STORED:
         return [None] * len(eqn.invars)
     return dtypes_in(eqn.invars)
 
@@ -189,7 +189,7 @@ def _rounded(facts: Facts, v: Var) -> Any:
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
-    moves = its_traits & (Trait.MOVES | Trait.SENDS | Trait.SPREADS)
+    moves = its_traits & (RUNS_AS_STORED | Trait.SPREADS)
     if not moves or Trait.ADDS_MANY in its_traits:
         return False
     return all(needed.get(v, low) == low for v in eqn.outvars)

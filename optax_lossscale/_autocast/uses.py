@@ -25,7 +25,7 @@ from optax_lossscale._autocast.products import (
 )
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import Atom, size_of, variables
 from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 from optax_lossscale._programs.work import is_cheap
@@ -84,8 +84,7 @@ def _use_of_operand(
       depth: the depth of each value.
       after: what is done with each value after the equation.
     """
-    its_traits = traits(eqn)
-    may_be_repeated = is_cheap(eqn) or its_traits & (Trait.MOVES | Trait.SENDS)
+    may_be_repeated = is_cheap(eqn) or traits(eqn) & RUNS_AS_STORED
     use = NOTHING
     for result in eqn.outvars:
         if isinstance(v, Var) and depth[result] > depth[v]:

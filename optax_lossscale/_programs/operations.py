@@ -24,7 +24,7 @@ class Trait(Flag):
     dtype. What decides about its dtype is its derivative: if that is a sum, the
     operation has to run in the dtype in which it was traced. Otherwise it may run in
     the dtype in which its operands are stored, perhaps one of 16 bits, and does so if
-    it is `MOVES` or `SENDS`. An example of each:
+    it has a trait of `RUNS_AS_STORED`. An example of each:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -126,6 +126,10 @@ class Trait(Flag):
     # the operations that read its results, as it mostly does. So a backward pass may
     # recompute the results instead of keeping them.
     CHEAP = auto()
+
+
+RUNS_AS_STORED = Trait.MOVES | Trait.SENDS
+"""The traits of operations that run in the dtypes in which their operands are stored."""
 
 
 class Row(NamedTuple):
