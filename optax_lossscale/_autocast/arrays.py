@@ -2,9 +2,10 @@
 
 The function may take and return trees, modules and anything else, and change Flax NNX
 objects. A tree is divided into its arrays, which the program takes or gives, and its
-form, which is everything else. `as_program` traces the program from the arrays in the
-arguments to the arrays that the call changed and returned. From the program's results,
-the forms of what changed and of what was returned make both again.
+*form*, a function that makes the tree from arrays in their place. `as_program` traces
+the program from the arrays in the arguments to the arrays that the call changed and
+returned. From the program's results, the forms of what changed and of what was returned
+make both again.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""`autocast`: any function, with matrix products in 16 bits and the rest in float32."""
+"""`autocast`: any function with products in 16 bits, and most else in float32."""
 
 import contextlib
 import functools
@@ -53,29 +53,33 @@ def autocast(
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Any:
-    """`fun` with its matrix products and convolutions in 16 bits, the rest in float32.
+    """`fun` with matrix products and convolutions in 16 bits, and most else in float32.
 
-    A model whose parameters and inputs are float32 trains in float16 without a cast:
-    products take and return `dtype`, and the operations between two products compute in
-    float32 and round their result for the second product. So exponentials, logarithms,
-    powers, reductions, norms, losses and quotients have float32's range and digits, and
-    a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too large for
-    `dtype` still overflows, for the loss scale to see.
+    A model whose parameters and inputs are float32 trains in float16 without a cast in
+    the model: products take and return `dtype`, and the operations between two products
+    compute in float32 and round their result for the second product. So exponentials,
+    logarithms, powers, reductions, norms, losses and quotients have float32's range and
+    digits, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too
+    large for `dtype` still overflows, for the loss scale to see.
 
-    The backward pass recomputes the intermediates between two products instead of
-    keeping them. The exception to float32 are sums that go from product to product,
-    such as the residual stream of a transformer: they are added and stored in 16 bits.
-    All this takes about as much memory as a model written in float16 by hand.
+    Two other kinds of operations run in 16 bits. Sums that go from product to product,
+    such as the residual stream of a transformer, are added and stored in 16 bits. And
+    what moves the result of a product moves 16 bits, between devices as well: so
+    `jax.lax.psum` adds such results in `dtype`, and may overflow. The backward pass
+    recomputes the intermediates between two products instead of keeping them. All this
+    takes about as much memory as a model written in float16 by hand.
 
-    A product with `precision=jax.lax.Precision.HIGHEST`, or under
-    `jax.default_matmul_precision("highest")`, stays as it is; so does everything that
-    is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows,
-    as in Pallas kernels. `dtype_report` says which products run in which dtype.
-    `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, custom
-    derivatives (the rule of a `custom_jvp` if its function has products), and each
-    `while_loop` whose condition follows from integers alone and is one flag, not one
-    for each example of a `vmap`. It works for training, evaluation and derivatives of
-    any order. Call it under `jit`: without, each call is traced and planned anew.
+    A product with `precision=jax.lax.Precision.HIGHEST` (`HIGH` is not enough), or
+    under `jax.default_matmul_precision("highest")`, stays as it is; so does everything
+    that is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr
+    shows, as in Pallas kernels. `dtype_report` says which products run in which dtype.
+
+    `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`,
+    `custom_vjp`, and `custom_jvp`, whose rule is left alone if its function has no
+    product. It goes through each `while_loop` whose condition follows from integers
+    alone and is one flag, not one for each example of a `vmap`. It works for training,
+    evaluation and derivatives of any order. Call it under `jit`: without, each call is
+    traced and planned anew.
 
     Args:
       fun: a function that JAX can trace. It may take arrays, trees and modules of them,
@@ -86,22 +90,24 @@ def autocast(
         product's result and a parameter, such as a bias, is stored in 16 bits between
         products. Sums with other float32 arguments, with parameters passed by keyword,
         or with what is multiplied by a parameter of shape (), such as a step size, stay
-        in float32. So list only parameters, and those of usual sizes. A
-        recurrent state, or weights that inner steps update, would lose digits in 16
-        bits; a mask of -1e9 or statistics of 1e5 would become infinite there. In Flax
-        NNX, the `nnx.Param`s among the arguments are the parameters, whatever `argnums`
-        says, and no other variables are. Of other modules, every array counts.
+        in float32. So list only parameters, and those whose numbers are of ordinary
+        magnitude. A recurrent state, or weights that inner steps update, would lose
+        digits in 16 bits; a mask of -1e9 or statistics of 1e5 would become infinite
+        there. In Flax NNX, the `nnx.Param`s among the arguments are the parameters,
+        whatever `argnums` says, and no other variables are. Of other modules, every
+        array counts.
 
     Returns:
-      A function of the same arguments. If some of these are in `dtype`, its results
-      have the dtypes that `fun` would give them in float32. Its attribute `plan`,
-      another function of the same arguments, returns what would run in which dtype, at
-      which line, to be printed.
+      A function of the same arguments. An argument in `dtype` is taken for one in
+      float32: the results have the dtypes that `fun` gives for float32. The attribute
+      `plan`, another function of the same arguments, returns what would run in which
+      dtype, at which line, to be printed.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
-        called, if an argument that `argnums` name is not there.
+        called, if `argnums` count beyond the arguments. One that is passed by keyword
+        counts, but is not taken for a parameter.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     operations that need float32. Here all operations between two products get it, as a
@@ -136,7 +142,8 @@ def autocast(
         """Traces a call, and plans the program."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         with as_program(fun, args, kwargs, parameters, low) as call:
-            # A TPU's compiler recomputes by itself where it lacks memory.
+            # On a TPU the compiler may merge the recomputation with the forward pass,
+            # as it recomputes by itself where memory is short.
             casting = Casting(low, prevent_cse=jax.default_backend() != "tpu")
             yield call, plan_for(call.program, call.arrays, _kinds(call), casting)
 
@@ -172,7 +179,7 @@ def _parameters(
     for n in positions:
         if not -n_args <= n < n_args + n_kwargs:
             raise ValueError(
-                f"autocast was given argnums={argnums!r}, but there are {n_args} "
+                f"autocast was given argnums={argnums!r}, but the call has {n_args} "
                 "positional arguments: pass the parameters by position, or argnums=() "
                 "if there are none"
             )

@@ -4,8 +4,9 @@ The pass goes forward. The kind of a value follows from what it is computed from
 from its numbers, which are not known yet:
 
 - The result of a product is in 16 bits already: a PRODUCT.
-- A sum with such a result is a SUM. It may be stored in 16 bits from product to
-  product, as in a model cast by hand.
+- A sum with a PRODUCT is a SUM, and so is a choice between a PRODUCT and another
+  number, as by `relu` or a mask. It may be stored in 16 bits from product to product,
+  as in a model cast by hand.
 - A value computed from these in about their range is NEAR. It stays in float32, and is
   recomputed. Multiplications are not counted: after nine by 4, a factor of 2**18, the
   value is still NEAR. Parameters are taken to have about the size 1, whatever their
@@ -13,12 +14,12 @@ from its numbers, which are not known yet:
 - Every other value may have another range or need more digits: FLOAT32.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
-PRODUCT, SUM, NEAR and FLOAT32. Apart from products, masks and equations that hold
-programs, the kind of a result is the latest kind of its floating-point operands in the
-order of `Kind`, or a later one, with two exceptions. The sum of a NEAR value and a
-PRODUCT, a SUM or another NEAR value is a SUM. And a value minus its own mean, or over
-its own norm, is NEAR, as `normalized` finds out: this saves memory and bytes in a
-ResNet, and in transformers with a norm after each sum.
+PRODUCT, SUM, NEAR and FLOAT32. What only moves numbers, or chooses between some, has
+the `join` of the kinds of its operands. Among the kinds from PRODUCT to NEAR, a sum is
+a SUM, except that NEAR plus a literal or a parameter stays NEAR; a multiplication by a
+factor of about the size 1, or a division by a literal, is NEAR, as is `tanh`. A value
+minus its own mean, or over its own norm, is NEAR as well, as `normalized` finds out:
+this saves memory and bytes in a ResNet, and in transformers with a norm after each sum.
 """
 
 import enum
@@ -33,7 +34,7 @@ from optax_lossscale._autocast.normalized import Role, is_normalized, role_of
 from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import flat
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -58,7 +59,10 @@ class Kind(enum.IntEnum):
     PRODUCT = enum.auto()
     """The result of a product, perhaps moved: it has 16 bits already."""
     SUM = enum.auto()
-    """A sum with a PRODUCT: stored in 16 bits from product to product."""
+    """A sum with a PRODUCT, or a choice between one and another number.
+
+    It may be stored in 16 bits from product to product.
+    """
     NEAR = enum.auto()
     """Made from the kinds above, in about their range; added to a SUM, it gives one."""
     FLOAT32 = enum.auto()
@@ -81,7 +85,7 @@ _LARGEST_TERM = 2**8
 
 @cached_by_program
 def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
-    """The kind of each variable of a flat program, given those of its arguments."""
+    """The kind of each variable of `flat(jaxpr)`, given those of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds |= zip(program.ins, arguments, strict=True)
@@ -112,7 +116,8 @@ def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of a value that may come from values of any of these kinds."""
     different = set(kinds)
     latest = max(different)
-    # A PRODUCT is rounded wherever it is made; a parameter beside it is not.
+    # What may be a PRODUCT or a parameter would round the parameter if it was stored in
+    # 16 bits. So it is a SUM, which is stored in 16 bits only where that pays.
     is_mixed = latest == Kind.PRODUCT and len(different) > 1
     return Kind.SUM if is_mixed else latest
 
@@ -120,15 +125,19 @@ def join(kinds: Iterable[Kind]) -> Kind:
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     """The kind of the results of an equation, neither a product nor to be rewritten."""
     its_traits = traits(eqn)
-    is_mask = Trait.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_
-    if is_mask:
-        return Kind.NUMBER
+    if Trait.CASTS in its_traits:
+        source = eqn.invars[0]
+        if isinstance(source, Literal):
+            return operands[0]
+        is_mask = dtype_in(source) == jnp.bool_
+        if is_mask:
+            return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_inexact(v)]
     if not of_floats or _fills_with_a_number(eqn):
         return Kind.FLOAT32
     kind = join(of_floats)
-    if its_traits & (Trait.MOVES | Trait.SENDS | Trait.CHOOSES):
+    if its_traits & (RUNS_AS_STORED | Trait.CHOOSES):
         return kind
     if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
         return Kind.FLOAT32
@@ -136,7 +145,7 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
         return kind
     if Trait.ADDS_TWO not in its_traits:
         return Kind.NEAR
-    # A NEAR value with a constant or a parameter added is still recomputed.
+    # NEAR plus a constant or a parameter is still NEAR; any other sum is a SUM.
     has_constant = not _CONSTANTS.isdisjoint(operands)
     return kind if kind == Kind.NEAR and has_constant else Kind.SUM
 
@@ -155,6 +164,7 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
     its_traits = traits(eqn)
     if Trait.DIVIDES in its_traits:
         divisor = eqn.invars[1]
+        # The caller has left out a literal above `_LARGEST_TERM`: it is FLOAT32.
         return isinstance(divisor, Literal) and abs(divisor.val) >= _SMALLEST_DIVISOR
     if Trait.MULTIPLIES in its_traits:
         return not _FACTORS.isdisjoint(operands)
@@ -167,7 +177,8 @@ def _kind_of_literal(literal: Literal) -> Kind:
     One that is LARGE may be added, but is no factor: two multiplications by 200 would
     bring 2 beyond the range of float16.
     """
-    if dtype_in(literal) != FLOAT32:
+    dtype = dtype_in(literal)
+    if dtype != FLOAT32 and not jnp.issubdtype(dtype, jnp.integer):
         return Kind.FLOAT32
     size = abs(float(literal.val))
     if size == 0 or _SMALLEST_FACTOR <= size <= _LARGEST_FACTOR:
@@ -232,5 +243,5 @@ def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
         return False
     first_scanned = carried_by(eqn).stop
     scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)
-    of_parameters = (Kind.PARAMETER, Kind.LARGE)
+    of_parameters = (Kind.PARAMETER, Kind.LARGE)  # such as a parameter times 45
     return any(kind in of_parameters and len(shape_in(v)) > 2 for v, kind in scanned)

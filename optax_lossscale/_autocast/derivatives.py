@@ -63,8 +63,7 @@ def custom_vjp(
         @rewrite
         def with_pullback(primals):
             def floats(inputs):
-                operands = [inputs.get(n, x) for n, x in enumerate(primals)]
-                results = original(*operands)
+                results = original(*[inputs.get(n, x) for n, x in enumerate(primals)])
                 return list(filter(is_inexact, results)), results
 
             inputs = {n: primals[n] for n in perturbed}

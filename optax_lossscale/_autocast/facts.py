@@ -12,13 +12,13 @@ import numpy as np
 from jax.extend.core import Var
 
 from optax_lossscale._autocast.classify import Kind, classify
-from optax_lossscale._autocast.uses import STORED, Use, Uses, uses
+from optax_lossscale._autocast.uses import BOTH, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
 
 
 class Casting(NamedTuple):
-    """How a program is rewritten."""
+    """The options by which a program is rewritten."""
 
     low: np.dtype  # the dtype of narrowed products
     # Whether the backward pass recomputes islands; not inside of the user's own
@@ -75,9 +75,8 @@ def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
 
     The result of a product is in 16 bits already. A SUM is stored in 16 bits only if a
     product depends on it and it is read past a product. Any other SUM is in float32
-    unless only products read it. So its digits are the same whether the equations that
-    make and read it are in one program or, as with a `scan` or `cond` between them, in
-    several.
+    unless only products read it. The rule looks at use, and not at which program holds
+    the reader: so a `scan` or `cond` around the reader does not change the dtype.
     """
-    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and STORED in use)
+    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and use == BOTH)
     return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)

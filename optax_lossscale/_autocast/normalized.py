@@ -5,13 +5,14 @@ the size 1, so that 16 bits can hold either. But mean and norm have to be its ow
 the norm of another value, or over a mean, which may be 0, a value may have any size.
 
 So each result on the way has a *role*: what it is, and of which value. The results of
-`x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, its power thrice
-over (the sum, the sum over 8, and that plus the epsilon), its inverse norm, and `x`
+`x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, its power (three
+times: the sum, the sum over 8, and that plus the epsilon), its inverse norm, and `x`
 normalized. The roles of `x` minus its mean are *centred*: their power is the variance
 of `x`.
 
 The axes of a mean or a norm are not looked at, nor is the order of its numbers. So rows
-over the norms of each other count as normalized, though they may have any size.
+over the norms of each other count as normalized, though they may have any size. No
+common model divides so; if 16 bits overflow in one that does, the loss scale shows it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +32,14 @@ class Role(NamedTuple):
     of: Any  # the value, a variable; None for what is computed from literals alone
     what: str  # a word of `_MADE`, or "number" for what is computed from literals alone
     is_centred: bool = False  # whether it is that of the value minus its mean
-    # The number of terms summed, divided by the divisor: 1 for a mean, 8 for a sum of
-    # 8. Of a literal it is the number itself; what is computed from several counts 1.
+    # The number of terms summed, divided by the divisor: 1 for a mean, 8 for a sum of 8
     terms: float = 1
+    value: Any = 1  # of a literal; what is computed from several counts as 1
 
 
 # What an operation makes of roles of one value. The cell `formula` in the row of the
-# operation is the first word: "at least" is a sum or a maximum, a
-# "choice" one of them, and the other words say themselves what they are.
+# operation is the first word: "at least" is a sum or a maximum, a "choice" a
+# `select_n`, and the other words say themselves what they are.
 _MADE: dict[tuple[str | None, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
@@ -98,7 +99,7 @@ def role_of(
         return Role(None, "number")
     formula = row_of(eqn).formula
     is_of_a_number = formula in ("minus", "over") and operands[0].of is None
-    is_other_power = eqn.params.get("y", 2) != 2
+    is_other_power = eqn.params.get("y", 2) != 2  # the exponent of an `integer_pow`
     if is_of_a_number or is_other_power:
         return None
     parts: list[Role] = []
@@ -117,7 +118,7 @@ def is_normalized(role: Role) -> bool:
 def _made_of(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None:
     """The role that an equation makes of roles, by the table; None if it has none.
 
-    Roles of different values make none. The `divisor` is that of a division.
+    Roles of different values make none. The `divisor` is the last operand's role.
     """
     formula = row_of(eqn).formula
     what = _MADE.get((formula, *[role.what for role in parts]))
@@ -128,9 +129,9 @@ def _made_of(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None
     subtracts_mean = formula == "minus" and len(parts) == 2
     terms = max(role.terms for role in parts) * terms_of(eqn)
     if formula == "over" and divisor.of is None:
-        terms /= divisor.terms
-    # A power that was divided by more than it sums is small; a sum is larger than a
-    # mean.
+        terms /= divisor.value
+    # `x / sqrt(mean(x * x) / 1e6)` would be large, and `x - sum(x)` is not `x` minus
+    # its mean.
     if terms < _FEWEST or (subtracts_mean and terms > 1):
         return None
     return Role(value, what, is_centred or subtracts_mean, terms)
@@ -139,7 +140,7 @@ def _made_of(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None
 def _role_of_operand(v: Var | Literal, roles: Mapping[Var, Role]) -> Role:
     """The role of an operand."""
     if isinstance(v, Literal):
-        return Role(None, "number", terms=v.val)
+        return Role(None, "number", value=v.val)
     return roles.get(v, Role(v, "value"))
 
 
@@ -152,7 +153,7 @@ def _rearranges(eqn: JaxprEqn) -> bool:
 
 def _is_left_out(role: Role, formula: str | None) -> bool:
     """Whether a role is a number that does not change what the result is."""
-    number = role.terms
+    number = role.value
     if role.of is not None or formula not in _LEFT_OUT or np.iscomplexobj(number):
         return False
     least, largest = _LEFT_OUT[formula]

@@ -1,8 +1,8 @@
 """An outer product as a multiplication.
 
-A `dot_general` that sums nothing is not narrowed. But its derivatives are products that
-sum, and those that JAX makes from a `dot_general` in float32 would run in float32. The
-derivatives of a multiplication are multiplications and sums, none of them a product.
+A `dot_general` that sums nothing stays in float32, and so would its derivatives, which
+are matrix products that sum. As a multiplication, its derivatives are multiplications
+and sums, which a compiler fuses.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The third pass: the equations of a program in islands, and others between them.
+"""Divides the equations of a program into islands and the equations between them.
 
 An island has the equations that depend on products and are cheap enough to be
 recomputed in the backward pass. It ends where an equation that cannot be in an island,
@@ -34,13 +34,13 @@ def partition(
     parts: list[Island | JaxprEqn] = []
     island: Island = []
     made: set[Var] = set()  # the results of the island's equations
-    on_seeds = set(seeds)  # the seeds, and all that is computed from them
+    from_seeds = set(seeds)  # the seeds, and all that is computed from them
     for eqn in eqns:
         reads = variables(eqn.invars)
-        is_on_seeds = not on_seeds.isdisjoint(reads)
-        if is_on_seeds:
-            on_seeds.update(eqn.outvars)
-        if is_on_seeds and is_cheap(eqn):
+        is_from_seeds = not from_seeds.isdisjoint(reads)
+        if is_from_seeds:
+            from_seeds.update(eqn.outvars)
+        if is_from_seeds and is_cheap(eqn):
             island.append(eqn)
             made.update(eqn.outvars)
             continue

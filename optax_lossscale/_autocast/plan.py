@@ -1,4 +1,4 @@
-"""The plan, which joins the passes: the dtypes of each step, and what is stored.
+"""Makes the plan of a program: what each step casts, and what each region stores.
 
 A product takes and gives 16 bits. The island after it reads its result, computes in
 float32, and casts to 16 bits what the next product reads, and the sums of a stream. A
@@ -54,7 +54,7 @@ def plan_for(
     """
     traced = open_jaxpr(jaxpr)
     takes = tuple(
-        dtype_in(x if dtype_in(x) == casting.low else v)
+        casting.low if dtype_in(x) == casting.low else dtype_in(v)
         for x, v in zip(args, traced.invars, strict=True)
     )
     gives = tuple(dtypes_in(traced.outvars))
@@ -83,7 +83,8 @@ def _plan(
     """
     eqns = flat(jaxpr).eqns
     # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
-    # around the program. That has to be the mesh of all equations.
+    # around the program. If equations have different meshes, that may be the wrong one,
+    # so nothing is kept by name.
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
         casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, takes, kinds, results, casting)

@@ -1,10 +1,11 @@
 """Which products are narrowed, which programs are rewritten, and why others are left.
 
-A product is narrowed if its operands and its result are float32, and it does not ask
-for its precision. An equation may be rewritten if its programs can be replaced, and
-nothing speaks against it, as in a `while` that waits for a number to converge; it is
-rewritten if it holds products as well. `reasons_left` gives the reasons in
-`autocast`'s warning that it narrows nothing.
+A product is narrowed if its operands and its result are float32, and it asks neither
+for HIGHEST precision nor for an algorithm. An equation may be rewritten if its programs
+can be replaced, and nothing speaks against it, as in a `while` that waits for a number
+to converge. It is rewritten if, besides, its programs have something to change, or a
+rule that is not seen may have. `reasons_left` gives the reasons in `autocast`'s warning
+that it narrows nothing.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ from optax_lossscale._programs.walk import (
     programs_in,
 )
 from optax_lossscale._programs.work import (
-    asks_for_precision,
+    asks_for_highest,
     is_product,
     multiplies_once,
 )
@@ -65,9 +66,9 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
-    """Whether a product takes and gives float32, and does not ask for its precision."""
+    """Whether a product takes and gives float32, and does not ask for HIGHEST."""
     dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
-    return set(dtypes) == {FLOAT32} and not asks_for_precision(eqn)
+    return set(dtypes) == {FLOAT32} and not asks_for_highest(eqn)
 
 
 def may_be_rewritten(eqn: JaxprEqn) -> bool:
@@ -76,19 +77,19 @@ def may_be_rewritten(eqn: JaxprEqn) -> bool:
 
 
 def is_rewritten(eqn: JaxprEqn) -> bool:
-    """Whether an equation is rewritten: it holds products, or may in a backward pass.
+    """Whether an equation is rewritten: its programs are changed, or its rule may be.
 
-    A `custom_vjp` may, whose rule is not seen. The rule of a `custom_jvp` is rewritten
-    only if its function has products.
+    A `custom_vjp` always is, as its rule is not seen. A `custom_jvp` is only if its
+    function has products.
     """
     if not may_be_rewritten(eqn):
         return False
-    return Trait.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
+    return Trait.VJP in traits(eqn) or any(map(_is_changed, programs_in(eqn)))
 
 
 @cached_by_program
-def _has_products(program: Any) -> bool:
-    """Whether a program has products to narrow, or its derivatives may have some."""
+def _is_changed(program: Any) -> bool:
+    """Whether a program has products to narrow or replace, or programs to rewrite."""
     return any(
         is_narrowed(eqn) or is_outer_product(eqn) or is_rewritten(eqn)
         for eqn in open_jaxpr(program).eqns
@@ -105,8 +106,9 @@ def usual_precision() -> Any:
 def reasons_left(program: Any) -> tuple[str, ...]:
     """Why no product of a program is narrowed, and what to do, each reason once.
 
-    There is no reason if some product is narrowed, and none for a product that asks for
-    its precision, or whose operands the user has cast.
+    There is no reason if some product is narrowed, and none for a product for which the
+    user asks for HIGHEST precision or an algorithm, or without operands in float32 or
+    float64.
     """
     fates = _fates(program, usual_precision())
     return () if _NARROWED in fates else fates
@@ -131,7 +133,7 @@ def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
         dtypes = dtypes_in(eqn.invars[:2])
         if {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
-        if asks_for_precision(eqn):
+        if asks_for_highest(eqn):
             return [_AT_DEFAULT] if eqn.params["precision"] == usual else []
         others = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
         return [f"a product with {dtype} ({_CAST})" for dtype in others]
@@ -143,7 +145,7 @@ def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
     """Why the programs in an equation cannot be rewritten; "" if they can."""
-    if not is_entered(eqn):
+    if not is_entered(eqn) and not traits(eqn) & (Trait.JVP | Trait.VJP):
         return f"a {name_of(eqn)}"
     if has_shardings(eqn):
         return "a jit with shardings"
@@ -170,9 +172,9 @@ def _waits(eqn: JaxprEqn) -> bool:
     of_condition = condition.invars[eqn.params["cond_nconsts"] :]
     of_body = body.invars[eqn.params["body_nconsts"] :]
     read = needed_for(condition.outvars, made_by(condition.eqns))
-    carried = {n for n, v in enumerate(of_condition) if v in read}
-    next_ones = [body.outvars[n] for n in carried]
-    read |= needed_for(next_ones, made_by(body.eqns))
-    reads_others = any(v in read for n, v in enumerate(of_body) if n not in carried)
+    counters = {n for n, v in enumerate(of_condition) if v in read}
+    next_counters = [body.outvars[n] for n in counters]
+    read |= needed_for(next_counters, made_by(body.eqns))
+    reads_others = any(v in read for n, v in enumerate(of_body) if n not in counters)
     inputs = [*condition.invars, *body.invars]
     return reads_others or any(map(is_inexact, read.intersection(inputs)))

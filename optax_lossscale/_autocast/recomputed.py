@@ -1,9 +1,9 @@
 """Which islands the backward pass recomputes, and which of their results are kept.
 
-An island is recomputed from the values that it reads, unless that takes several passes
-over memory, or computes nothing that a derivative needs. A reduction in a recomputed
-island is a residual nevertheless where recomputing it would take another pass over a
-large array, for a few numbers.
+An island is recomputed from the values that it reads, unless it only moves numbers, or
+is part of an associative scan, which is known by its `pad` with gaps. A reduction in a
+recomputed island is a residual nevertheless where recomputing it would take another
+pass over a large array, for a few numbers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,12 @@ _LEAST_TERMS = 32  # of a reduction whose result is worth keeping
 
 
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
-    """Whether equations compute floats, and take few passes over memory to do so.
+    """Whether equations compute floats, and are not part of an associative scan.
 
-    Each level of an associative scan, which pads with gaps between numbers, is a pass
-    of its own: not to recompute it saves Mamba bytes, at the cost of memory. Equations
-    that only move numbers compute nothing, and their derivatives need none of their
-    operands: not to recompute them saves a recommender bytes.
+    Each level of an associative scan pads with gaps between numbers, and is a pass over
+    memory of its own: not to recompute it saves Mamba bytes, at the cost of memory.
+    Equations that only move numbers compute nothing, and their derivatives need none of
+    their operands: not to recompute them saves a recommender bytes.
     """
     return any(map(_computes_floats, eqns)) and not any(map(_puts_gaps, eqns))
 
@@ -67,9 +67,8 @@ def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:
     operand = eqn.invars[0]
     n_before = size_of(operand.aval)
     n_left = size_of(eqn.outvars[0].aval)
-    # A compiler sums over rows, and computes from the sums what is stored for these
-    # rows, in one kernel, as in the softmax of attention, which would move more bytes
-    # if its sums were kept.
+    # A compiler fuses sums over rows with what is computed from them for the same rows,
+    # as in the softmax of attention. To keep these sums would move more bytes.
     is_over_rows = eqn.params["axes"] == (len(shape_in(operand)) - 1,)
     is_read_once = is_over_rows and largest >= n_before
     return n_left * _LEAST_TERMS <= n_before and not is_read_once

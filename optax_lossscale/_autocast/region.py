@@ -5,8 +5,8 @@ what it stores. A step of an island casts its operands to the dtypes in which th
 traced, unless it only moves numbers: then it takes them as they are stored. Some sums
 that are stored in 16 bits cast their operands to 16 bits instead. A region reads a
 value from outside in 16 bits if each step that reads the value casts it to 16 bits, or
-moves it to where 16 bits are needed. It reads any other value in the dtype that `facts`
-has for the value.
+only moves it, to readers that need 16 bits. It reads any other value in the dtype that
+`facts` has for the value.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.products import is_narrowed
 from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept_reductions
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -52,10 +52,12 @@ class Region:
     """An island or a part of one, or a step that runs by itself, such as a product."""
 
     steps: Sequence[Step]
-    reads: Dtypes  # the values from outside, with the dtypes in which it needs them
+    # The values from outside, each with the dtype in which the region would have it
+    # stored; if it is stored in another, the steps that need a cast make it
+    reads: Dtypes
     stores: Dtypes  # the values for outside, with their dtypes
     is_recomputed: bool = False  # whether the backward pass recomputes its steps
-    # Those of its results that are not recomputed, but kept
+    # The results of its steps that `jax.checkpoint` keeps as residuals
     kept_reductions: frozenset[Var] = frozenset()
 
 
@@ -88,7 +90,8 @@ def region_of_equation(
 
     What is sent, gets a name or is held by a barrier is in 16 bits if only products
     read it. So devices send each other 16 bits, as in a model cast by hand, and not
-    float32.
+    float32. A cheap move, such as a transpose, is not cast first: a compiler fuses it
+    with the cast after it.
 
     Args:
       facts: the facts about the program.
@@ -121,9 +124,9 @@ def _rounding_sums(
     """The sums of an island that cast their operands to 16 bits.
 
     They are the sums that are stored in 16 bits, and the sums from which one of those
-    is computed by way of SUMs alone; none broadcasts an operand. So the compiler need
-    not store their operands in float32. This saves bytes in a ResNet and in
-    transformers, and in a ResNet memory as well.
+    is computed by way of SUMs alone, but for sums that broadcast an operand. So the
+    compiler need not store their operands in float32. This saves bytes in a ResNet and
+    in transformers, and in a ResNet memory as well.
     """
     low = facts.low
     rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}
@@ -148,7 +151,7 @@ def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
     if is_narrowed(eqn):
         others = eqn.invars[2:]
         return [low, low] + [None] * len(others)
-    if traits(eqn) & (Trait.MOVES | Trait.SENDS):
+    if traits(eqn) & RUNS_AS_STORED:
         return [None] * len(eqn.invars)
     return dtypes_in(eqn.invars)
 
@@ -186,7 +189,7 @@ def _rounded(facts: Facts, v: Var) -> Any:
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation moves numbers that are all needed in 16 bits."""
     its_traits = traits(eqn)
-    moves = its_traits & (Trait.MOVES | Trait.SENDS | Trait.SPREADS)
+    moves = its_traits & (RUNS_AS_STORED | Trait.SPREADS)
     if not moves or Trait.ADDS_MANY in its_traits:
         return False
     return all(needed.get(v, low) == low for v in eqn.outvars)

@@ -52,9 +52,10 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
-    JAX traces and differentiates a function once, and knows it again by the function
-    itself. So what runs in several places is one function: there is one for each inner
-    program, and one for all islands that compute the same, by the same lines.
+    JAX traces and differentiates a function once, and caches the result by the identity
+    of the function. So what runs in several places is one function: there is one for
+    each inner program, and one for all islands that compute the same, by the same
+    lines.
     """
 
     def __init__(self):
@@ -78,7 +79,8 @@ class _Runner:
         function = functools.partial(self._run_region, region)
         if not region.is_recomputed:
             return function
-        policy = _KEEPS if region.kept_reductions else None  # one takes long to trace
+        # A policy makes tracing slow, so there is one only where it is needed.
+        policy = _KEEPS if region.kept_reductions else None
         recomputed = jax.checkpoint(
             function, prevent_cse=casting.prevent_cse, policy=policy
         )
@@ -87,9 +89,9 @@ class _Runner:
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
         """The function that runs an inner program, in a `jit` of its own.
 
-        It stays a call only where the program was called. Elsewhere JAX puts it in its
-        place, as a compiler does less across a call: a scan over layers would move more
-        bytes.
+        A program that was called stays a call. The body of a loop or a branch is
+        inlined, as a compiler fuses less across a call: a scan over layers would move
+        more bytes.
         """
 
         def results(args):

@@ -1,4 +1,4 @@
-"""The fourth pass: what each region stores, in which dtype, and what is repeated.
+"""The third pass: what each region stores, in which dtype, and what is repeated.
 
 The pass goes backward, from the regions that read a value to the one that makes it. An
 island stores a value in 16 bits if no later region needs it in float32: a product needs
@@ -8,8 +8,9 @@ many bytes as the values that the step reads. An equation without effects whose 
 no region reads is in no region. Most islands are recomputed in the backward pass: their
 residuals are the values that they read, and not the float32 arrays that they compute.
 
-Each rule here, in `region`, `recomputed` and `classify` that is there for its cost says
-what it saves and in which models: memory, or bytes moved between memory and processor.
+A rule that is there for memory, or for the bytes moved between memory and processor,
+names the models in which it pays. Such rules are here and in `region`, `recomputed` and
+`classify`.
 The page docs/benchmarks/rules.md has the figures, which `python -m benchmarks rules`
 computes from programs compiled with the rule and without it.
 """
@@ -106,8 +107,8 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     A sum in 16 bits that the island itself reads, as one of a residual stream, is
     stored by a region of its own, which comes first. The steps that read the sum then
     read it as it is stored, and the gradient does not need its operands as well.
-    This saves memory and bytes in transformers. A recommender moves fewer bytes by it,
-    but takes more memory, and Mamba moves more bytes.
+    This saves memory and bytes in transformers; a recommender pays for it with memory,
+    and Mamba with bytes.
     """
     read_here = {v for eqn in island for v in variables(eqn.invars)}
     sums = [

@@ -1,8 +1,8 @@
-"""The second pass: what is done with each value, which says how long it is needed.
+"""The second pass: what is done with each value after it is made.
 
 The pass goes backward, from the results of a program to its arguments. It asks two
 questions of a value: does any product depend on it, and is it read once more after a
-product has been computed from it? In `y = x + f(x @ w)`, both are true of `x`: the
+product has been computed from it? In `y = x + tanh(x @ w)`, both are true of `x`: the
 product multiplies it, and the sum reads it past the product, so it has to be stored
 until then. Neither is true of the result of `x @ w`, if `y` is not multiplied later.
 
@@ -25,7 +25,7 @@ from optax_lossscale._autocast.products import (
 )
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import Atom, size_of, variables
 from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
 from optax_lossscale._programs.work import is_cheap
@@ -41,7 +41,7 @@ class Use(enum.Flag):
 
 
 NOTHING = Use(0)
-STORED = Use.MULTIPLIED | Use.PAST
+BOTH = Use.MULTIPLIED | Use.PAST
 """The use of a value that has to be stored, and on which a product depends."""
 
 Uses = tuple[Use, ...]
@@ -84,18 +84,17 @@ def _use_of_operand(
       depth: the depth of each value.
       after: what is done with each value after the equation.
     """
-    its_traits = traits(eqn)
-    may_be_repeated = is_cheap(eqn) or its_traits & (Trait.MOVES | Trait.SENDS)
+    may_be_repeated = is_cheap(eqn) or traits(eqn) & RUNS_AS_STORED
     use = NOTHING
     for result in eqn.outvars:
         if isinstance(v, Var) and depth[result] > depth[v]:
             use |= Use.PAST
         # Where the result is read past a product, the equation may be repeated, which
-        # then reads the operand there. A larger operand, as that of a sum, is not
-        # stored for that, nor rounded.
+        # then reads the operand there. An operand larger than the result, as that of a
+        # reduction, is not kept for that: the result is.
         is_larger = size_of(v.aval) > size_of(result.aval)
-        is_stored = may_be_repeated and not is_larger
-        use |= after[result] & (STORED if is_stored else Use.MULTIPLIED)
+        is_read_again = may_be_repeated and not is_larger
+        use |= after[result] & (BOTH if is_read_again else Use.MULTIPLIED)
     return use
 
 

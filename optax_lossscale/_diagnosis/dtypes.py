@@ -33,7 +33,7 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import mapped_axes, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import (
-    asks_for_precision,
+    asks_for_highest,
     is_product,
     results_of,
     terms_of,
@@ -226,7 +226,7 @@ def _report_on(
 
     floats = list(filter(is_inexact, eqn.invars))
     if is_product(eqn):
-        asks = asks_for_precision(eqn) and eqn.params["precision"] != usual
+        asks = asks_for_highest(eqn) and eqn.params["precision"] != usual
         product = operation(eqn.invars[:2])._replace(
             multiplications=results_of(eqn) * terms_of(eqn),
             by_choice=asks or is_of_optax(eqn),

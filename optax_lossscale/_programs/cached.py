@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     """Caches the results of a function of a program and other hashable arguments.
 
-    The function has to be pure. (The user's lines are not quite: they depend on the
-    current directory and the imported frameworks, and stay as at the first call.) A
-    result is freed with its program. So it may refer to parts of the program, but not
-    to the program itself, which would then never be freed.
+    The function has to be pure. One that calls `users_line` is not quite: its lines
+    depend on the current directory and the imported frameworks, and stay as at the
+    first call. A result is freed with its program. It may refer to parts of the
+    program, but not to the program itself, which would then never be freed.
     """
     results: weakref.WeakKeyDictionary[Any, dict[Hashable, Result]] = (
         weakref.WeakKeyDictionary()

@@ -29,12 +29,12 @@ Function = Callable[[Arrays], list[Any]]
 
 
 def is_entered(eqn: JaxprEqn) -> bool:
-    """Whether the programs in an equation may be replaced."""
+    """Whether `enter` runs an equation with its programs replaced."""
     return bool(traits(eqn) & ENTERED)
 
 
 def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
-    """The results of an equation that holds programs, by `functions` in their place."""
+    """The results of an equation, with `functions` run for its `result_programs`."""
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
@@ -47,9 +47,9 @@ def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
-    # Once differentiated, the equation recomputes a forward pass in a backward pass.
-    # JAX lowers it with a barrier, so that the compiler does not merge the two. The new
-    # `checkpoint` is not marked as differentiated, so JAX would leave the barrier out.
+    # JAX lowers a differentiated equation with a barrier, so that the compiler does not
+    # merge the recomputation with the forward pass. The new `checkpoint` is not marked
+    # as differentiated, so JAX would leave the barrier out.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
@@ -123,8 +123,9 @@ _ENTER = {
     Trait.BRANCHES: _cond,
     Trait.MAPS: _shard_map,
 }
-ENTERED = functools.reduce(operator.or_, _ENTER) | Trait.JVP | Trait.VJP
-"""The traits of operations whose programs may be replaced; no operation has two.
+ENTERED = functools.reduce(operator.or_, _ENTER)
+"""The traits of operations that `enter` runs; no operation has two of them.
 
-`enter` runs all of them but `JVP` and `VJP`, whose rules it would lose.
+The programs of custom derivatives, `JVP` and `VJP`, are not among theirs: `enter` would
+lose the rules.
 """

@@ -18,7 +18,7 @@ from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
 from optax_lossscale._programs.walk import has_shardings, programs_in
 
-_LONG = 100  # equations
+_LONG = 100  # a program of more equations stays a call
 
 
 class Flat(NamedTuple):

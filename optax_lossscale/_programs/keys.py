@@ -28,7 +28,8 @@ def key_of_literal(literal: Literal) -> Hashable:
 def hashable(key: Hashable, things: Any) -> Hashable:
     """The key; or, if it has no hash, `id(things)`.
 
-    The key is of these things. Their `id` equals no other key while they live.
+    `things` are what the key describes. The caller has to keep them alive: until they
+    are freed, nothing else has their `id`.
     """
     try:
         hash(key)

@@ -25,7 +25,7 @@ def users_line(eqn: JaxprEqn) -> str:
     """The innermost line of the user's that led to an equation; "" if none did.
 
     It looks like `model.py:12 (f)`. An equation that JAX cached while a framework
-    traced it has none.
+    traced it has none, such as one of a jitted helper that Flax was the first to call.
     """
     folders = tuple(filter(None, map(_folder, _FRAMEWORKS)))
     users = [call for call in _calls(eqn) if not call.startswith(folders)]

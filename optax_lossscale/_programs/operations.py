@@ -2,9 +2,10 @@
 
 `row_of(eqn)` is the row of an equation's operation, and `traits(eqn)` the first cell of
 that row. For `exp` the traits are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
-`SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`, the backward
-pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where its
-operand has 16 bits. An operation without a row has the row `UNKNOWN`.
+`SENDS` and `PRODUCT`, `autocast` runs it as it was traced, in float32; as it is
+`CHEAP`, the backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which
+lists it where its operand has 16 bits. An operation without a row has the row
+`UNKNOWN`.
 """
 
 from collections.abc import Sequence
@@ -19,29 +20,36 @@ from optax_lossscale._programs.versions import name_of
 class Trait(Flag):
     """The traits of operations, of which one operation may have several.
 
-    `autocast` runs operations that are `MOVES` or `SENDS` in the dtypes in which their
-    operands are stored, which may be of 16 bits, and others, but for products, in those
-    in which they were traced. It matters for operations that return numbers of their
-    operands, by what their derivative is. An example of each:
+    An operation that only returns numbers of its operands gives the same numbers in any
+    dtype. What decides about its dtype is its derivative: if that is a sum, the
+    operation has to run in the dtype in which it was traced. Otherwise it may run in
+    the dtype in which its operands are stored, perhaps one of 16 bits, and does so if
+    it has a trait of `RUNS_AS_STORED`. An example of each:
 
-    ========  ==================  ====================================
-    trait     example             its derivative
-    ========  ==================  ====================================
-    MOVES     `reshape`           moves numbers back
-    SELECTS   `slice`             puts zeros around numbers
-    SPREADS   `all_gather`        sums over devices
-    PLACES    `broadcast_in_dim`  sums what was repeated
-    GATHERS   `gather`            sums what was read twice
-    CHOOSES   `clamp`             sums, where one bound serves all
-    ========  ==================  ====================================
+    ========  ==================  ================================  =========
+    trait     example             its derivative                    it runs
+    ========  ==================  ================================  =========
+    MOVES     `reshape`           moves numbers back                as stored
+    SELECTS   `slice`             puts zeros around numbers         as stored
+    SENDS     `ppermute`          sends numbers back                as stored
+    PLACES    `broadcast_in_dim`  sums what was repeated            as traced
+    GATHERS   `gather`            sums what was read twice          as traced
+    CHOOSES   `clamp`             sums, where one bound serves all  as traced
+    ========  ==================  ================================  =========
+
+    An operation that is `SPREADS` gives 16 bits if its result is stored so, while its
+    derivative, a sum over devices, runs in float32. Apart from products and from sums
+    stored in 16 bits, every other operation runs as traced.
     """
 
-    # Only moves or reshapes numbers: runs in the dtype in which they are stored.
+    # --- how numbers are moved and chosen ---
+
+    # Only moves or reshapes numbers.
     MOVES = auto()
     # Its results are parts of an operand, and so may lack its largest numbers.
     SELECTS = auto()
-    # Moves numbers as well, but runs in the dtypes in which it was traced. Either its
-    # derivative may be a sum, or it is a cast.
+    # Moves or repeats numbers, perhaps to between others, or casts them: all of its
+    # results are numbers of its operands. Each such operation also `CHOOSES`.
     PLACES = auto()
     # Communicates between devices, for which the number of bytes counts.
     SENDS = auto()
@@ -51,8 +59,8 @@ class Trait(Flag):
     # Exists only where JAX tracks along which mesh axes each array differs. One that is
     # `ADDS_MANY` sums over these axes, and any other returns its operand.
     VARIES = auto()
-    # Its results are numbers of its operands, perhaps negated, or cast. It runs in the
-    # dtype in which it was traced nevertheless, as its derivative may be a sum.
+    # Its results are numbers of its operands, perhaps negated or cast, so it needs no
+    # more range than these. For some of these operations the derivative is a sum.
     CHOOSES = auto()
     # Puts numbers of one operand between those of another, as a mask does.
     FILLS = auto()
@@ -62,11 +70,13 @@ class Trait(Flag):
     NAMES = auto()
     # Converts its operand to the dtype of its result.
     CASTS = auto()
+    # --- what is computed, and in which range ---
+
     # Adds or subtracts two operands, number by number.
     ADDS_TWO = auto()
     # Sums many terms: in 16 bits the last ones are lost once the sum is large. A sum
-    # over devices has one term for each device. Those are few, so it may run in 16 bits
-    # nevertheless.
+    # over devices also `SENDS`: it has one term for each device, which are few, and so
+    # runs in the dtype in which its operands are stored.
     ADDS_MANY = auto()
     # Makes one number of those along its `axes`.
     REDUCES = auto()
@@ -80,12 +90,14 @@ class Trait(Flag):
     SATURATES = auto()
     # Its results leave the range of its operands: exponentials, logarithms, powers.
     EXPONENTIAL = auto()
-    # A matrix product or a convolution.
+    # A matrix product or a convolution, also one that sums nothing: see `is_product`.
     PRODUCT = auto()
-    # A product that, where it sums nothing, is a multiplication with broadcasting.
+    # A matrix product that may be an inner or an outer product: `dot_general`.
     OUTER = auto()
     # Reads or makes a number's bits, so that it gives others in another dtype.
     OF_BITS = auto()
+    # --- code, programs and cost ---
+
     # Runs code that no jaxpr shows, or does work that shapes do not determine.
     OPAQUE = auto()
     # Does more than compute its results, so that it must not run twice.
@@ -110,18 +122,22 @@ class Trait(Flag):
     # is, and is never `CHEAP`: a rule that is not linear, as one that clips, has to see
     # the whole cotangent.
     VJP = auto()
-    # Takes one pass over its operands at most, and mostly none of its own. Compilers
-    # fuse most of these operations with those that read the results, so a backward pass
-    # may recompute the results instead of keeping them.
+    # Takes at most one pass over its operands, and none if a compiler fuses it with
+    # the operations that read its results, as it mostly does. So a backward pass may
+    # recompute the results instead of keeping them.
     CHEAP = auto()
+
+
+RUNS_AS_STORED = Trait.MOVES | Trait.SENDS
+"""The traits of operations that run in the dtypes in which their operands are stored."""
 
 
 class Row(NamedTuple):
     """What is known of an operation."""
 
     traits: Trait = Trait(0)
-    # For one that sums: where `terms_of` in `_programs.work` reads how many terms. Some
-    # are names of parameters; each other word is a case of its own.
+    # For one that sums: where `terms_of` in `_programs.work` reads how many terms. Each
+    # is the name of a parameter, but for "contracted", "kernel", "last" and "updates".
     terms: str | None = None
     # What it is in the formula of a norm, as `_autocast.normalized` reads it
     formula: str | None = None
@@ -142,13 +158,12 @@ UNKNOWN = Row(programs=None)
 """The row of an operation that is not in the table, of which nothing is assumed.
 
 `autocast` runs it in the dtypes in which it was traced, never narrows the products in
-its programs, and never recomputes it. The reports take it to run every program among
-its parameters, and `dtype_report` lists it among what it cannot look into.
+its programs, and never puts it in an island. The reports take it to run every program
+among its parameters, and `dtype_report` lists it among what it cannot look into.
 """
 
 # By the names of primitives, as jaxprs show them: `ragged_dot` is `ragged_dot_general`
-# here. Operations of which the same is known share a row; a test sees to it that none
-# has two.
+# here. Operations of which the same is known share a row, and none has two.
 _ROWS = {
     # Moves numbers
     "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),

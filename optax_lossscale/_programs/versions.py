@@ -1,7 +1,8 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
-JAX's jaxprs are internal, and change from release to release. Attributes that differ
-are read in this file; `since jax` and `before jax` mark most cases. An operation that
+JAX's jaxprs are internal, and change from release to release. What differs between the
+supported releases is read in this file. Where the release is known, a comment names it,
+after `since jax` or `before jax`. An operation that
 only some releases have is in the table of `operations.py` like any other. A function
 with an argument `jaxpr` takes an open one (`jax.extend.core.Jaxpr`), or a closed one,
 which has the values of its constants: equations hold either.

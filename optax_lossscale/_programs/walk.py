@@ -17,6 +17,7 @@ from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import (
     is_program,
+    name_of,
     open_jaxpr,
     params_of,
     scan_sizes,
@@ -24,7 +25,11 @@ from optax_lossscale._programs.versions import (
 
 
 def programs_in(eqn: JaxprEqn) -> list[Any]:
-    """The programs that an equation holds and runs, in the order of running."""
+    """The programs that an equation holds and runs, in the order of running.
+
+    Raises:
+      NotImplementedError: if it has none of the parameters that its row names.
+    """
     params = params_of(eqn)
     names = row_of(eqn).programs
     if names is None:
@@ -32,7 +37,13 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
     else:
         parameters = [_parameter(params, name) for name in names]
     leaves = jax.tree.leaves(parameters, is_leaf=is_program)
-    return [leaf for leaf in leaves if is_program(leaf)]
+    programs = [leaf for leaf in leaves if is_program(leaf)]
+    if names and not programs:
+        raise NotImplementedError(
+            f"this version of JAX holds the program of `{name_of(eqn)}` in none of "
+            f"the known parameters: {', '.join(names)}"
+        )
+    return programs
 
 
 def result_programs(eqn: JaxprEqn) -> list[Any]:
@@ -71,7 +82,7 @@ def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
 
 
 def needed_for(values: Iterable[Any], makers: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """The variables from which values are computed by these equations, and they."""
+    """The variables among `values`, and all from which `makers` compute them."""
     needed: set[Var] = set()
     unread = variables(values)
     while unread:

@@ -3,6 +3,7 @@
 A *product* in this package is a matrix product or a convolution that sums; an inner
 product, which gives single numbers, is none, and neither is an outer product, which
 sums nothing.
+
 A product of matrices of shapes (8, 4) and (4, 2) gives 16 numbers of 4 terms each. The
 cell `terms` in the row of the operation says how its terms are counted.
 """
@@ -34,8 +35,8 @@ def is_product(eqn: JaxprEqn) -> bool:
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     # An inner product has no axis that is neither summed nor of the batch.
-    n_summed = len(contracted) + len(batch)
-    return any(len(shape_in(v)) > n_summed for v in eqn.invars)
+    n_shared = len(contracted) + len(batch)
+    return any(len(shape_in(v)) > n_shared for v in eqn.invars)
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
@@ -60,8 +61,8 @@ def multiplies_once(eqn: JaxprEqn) -> bool:
     return terms_of(eqn) == 1
 
 
-def asks_for_precision(eqn: JaxprEqn) -> bool:
-    """Whether a product is to have the HIGHEST precision, or runs by an algorithm.
+def asks_for_highest(eqn: JaxprEqn) -> bool:
+    """Whether a product asks for HIGHEST precision, or for an algorithm.
 
     Either is asked for in the call, or by the default around it. JAX writes a precision
     into the equation as a pair, one for each operand, and an algorithm as it is.
@@ -81,8 +82,8 @@ def results_of(eqn: JaxprEqn) -> int:
     # often as one product.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs. Their terms are
-    # left out, as if there were fewer results.
+    # A transposed convolution puts zeros between its inputs. Their terms are left out,
+    # as if there were fewer results.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 

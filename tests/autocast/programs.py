@@ -83,9 +83,9 @@ def evaluated(program, compute):
 
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
-            if is_entered(eqn):
+            has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
+            if has_rule or is_entered(eqn):
                 inner = [evaluated(p, compute) for p in result_programs(eqn)]
-                has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
                 outs = inner[0](ins) if has_rule else enter(eqn, ins, inner)
             else:
                 outs = compute(eqn, ins)

@@ -1,4 +1,4 @@
-"""The third pass of autocast by itself: a program in islands and what runs alone."""
+"""The division of a program into islands and the equations between them."""
 
 import jax
 import jax.numpy as jnp

@@ -42,6 +42,14 @@ def test_products_run_in_16_bits_and_what_lies_between_is_an_island():
     ]
 
 
+def test_what_is_moved_without_a_cast_is_shown_as_it_is_stored():
+    """As a transpose, whose result the product then casts."""
+    assert lines(lambda w, x: x @ w.T, W, X)[1:3] == [
+        "run: transpose (w:f32) -> 2:f32",
+        "run: dot_general (x:f16, 2:f16) -> 3:f16",
+    ]
+
+
 def test_a_sum_with_a_product_is_stored_in_16_bits():
     """And comes first, for the rest of its island to read it as it is stored."""
     assert lines(lambda w, x: (h := x @ w + x @ w.T) + jnp.exp(h @ w), W, X)[3:6] == [

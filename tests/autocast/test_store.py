@@ -1,4 +1,4 @@
-"""The fourth pass of autocast by itself: what islands store, and what is recomputed."""
+"""The third pass of autocast by itself: what islands store, and what is recomputed."""
 
 import jax
 import jax.numpy as jnp

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import stored_dtype
-from optax_lossscale._autocast.uses import NOTHING, STORED, Use, depths, uses
+from optax_lossscale._autocast.uses import BOTH, NOTHING, Use, depths, uses
 from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.versions import name_of
 
@@ -38,9 +38,9 @@ def use_of(operation, fun, result=NOTHING):
         (NOTHING, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
         # It is read again once a product has been computed from it, by itself or after
         # a `tanh`.
-        (STORED, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
-        (STORED, "dot_general", lambda w, x: (h := x @ w) + h @ w),
-        (STORED, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
+        (BOTH, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
+        (BOTH, "dot_general", lambda w, x: (h := x @ w) + h @ w),
+        (BOTH, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
         # A name may be kept.
         (PAST, "dot_general", lambda w, x: checkpoint_name(x @ w, "h")),
     ],
@@ -66,14 +66,14 @@ def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
             ),
         ),
         (
-            STORED,
+            BOTH,
             lambda w, h: lax.scan(lambda h, w: (h + jnp.sin(h) @ w, None), h, w[None])[
                 0
             ],
         ),
         # It waits in a branch for what is multiplied beside it.
         (
-            STORED,
+            BOTH,
             lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h + h @ w, lambda h: h @ w, h),
         ),
     ],
@@ -83,7 +83,7 @@ def test_what_is_done_inside_of_an_operation_is_done_with_its_operand(use, fun):
 
 
 def test_what_is_done_with_the_result_is_done_with_what_only_moves_into_it():
-    for result in (NOTHING, MULTIPLIED, PAST, STORED):
+    for result in (NOTHING, MULTIPLIED, PAST, BOTH):
         assert use_of("dot_general", lambda w, x: (x @ w).T, result) == result
 
 
@@ -107,12 +107,12 @@ def test_a_depth_is_how_many_products_came_before_at_most():
     ("kind", "use", "is_low"),
     [
         (Kind.PRODUCT, NOTHING, True),
-        (Kind.SUM, STORED, True),
+        (Kind.SUM, BOTH, True),
         (Kind.SUM, MULTIPLIED, False),
         (Kind.SUM, PAST, False),
-        (Kind.NEAR, STORED, False),
-        (Kind.PARAMETER, STORED, False),
-        (Kind.FLOAT32, STORED, False),
+        (Kind.NEAR, BOTH, False),
+        (Kind.PARAMETER, BOTH, False),
+        (Kind.FLOAT32, BOTH, False),
     ],
 )
 def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):

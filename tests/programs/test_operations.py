@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import optax_lossscale
-from optax_lossscale._programs.enter import ENTERED
+from optax_lossscale._programs.enter import ENTERED, is_entered
 from optax_lossscale._programs.operations import (
     _ROWS,
     TABLE,
@@ -18,8 +18,10 @@ from optax_lossscale._programs.operations import (
     Row,
     Trait,
     row_of,
+    traits,
 )
-from optax_lossscale._programs.work import terms_of
+from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.work import is_cheap, terms_of
 
 PACKAGE = pathlib.Path(optax_lossscale.__file__).parent
 X = jnp.ones((4, 4))
@@ -58,8 +60,24 @@ def test_what_models_are_made_of_is_known(function):
 
 def test_what_is_entered_is_so_in_one_way_and_holds_programs():
     entered = [row for row in TABLE.values() if row.traits & ENTERED]
-    assert len(entered) >= 10
+    assert len(entered) >= 8
     assert all(row.programs and len(row.traits & ENTERED) == 1 for row in entered)
+
+
+def test_a_custom_derivative_is_not_entered_as_it_would_lose_its_rule():
+    (eqn,) = jax.make_jaxpr(jax.nn.relu)(X[:1]).jaxpr.eqns
+    assert Trait.JVP in traits(eqn)
+    assert not is_entered(eqn)
+
+
+def test_a_row_names_a_parameter_that_holds_a_program():
+    """A product in a program that is not found would run more than once unseen."""
+    (eqn,) = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns
+    program = eqn.params["jaxpr"]
+    assert programs_in(eqn) == [program]
+    renamed = eqn.replace(params={"program": program})
+    with pytest.raises(NotImplementedError, match="holds the program of `jit` in none"):
+        is_cheap(renamed)
 
 
 @pytest.mark.parametrize("flag", list(ENTERED), ids=lambda flag: flag.name)
