@@ -136,8 +136,8 @@ def _rewritten(
 ) -> list[Array]:
     """The results of an equation whose parameters name `wide` for narrower dtypes."""
     params = dict(eqn.params)
-    # The wide program has no narrower dtype to round to.
-    is_rounding = name_of(eqn) == "reduce_precision"
+    # What rounds to the bits of a narrower dtype rounds nothing in the wide program.
+    is_rounding = "mantissa_bits" in params
     if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(ins)
     if "precision" in params:
