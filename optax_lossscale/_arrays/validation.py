@@ -149,6 +149,14 @@ def dtype_or_none(value: Any) -> np.dtype | None:
         return None
 
 
+def is_function(value: Any) -> bool:
+    """Whether this is a function to call, and not a tree.
+
+    A tree may be callable, too, such as an Equinox module.
+    """
+    return callable(value) and jax.tree_util.all_leaves([value])
+
+
 def check_function(name: str, value: Any) -> None:
     """Raises a `TypeError` unless an argument is callable."""
     if not callable(value):
