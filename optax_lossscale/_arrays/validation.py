@@ -13,7 +13,7 @@ step is traced, and read no traced number.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
         return None
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether this is a function to call, and not a tree.
 
     A tree may be callable, too, such as an Equinox module.

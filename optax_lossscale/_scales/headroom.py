@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 _OVERFLOW_BITS = 16  # all finite float16 numbers are below 2**16
 # If steps overflow in spite of a reserve this deep, the batch is at fault: float16's
@@ -136,6 +136,7 @@ class HeadroomLossScale(LossScale):
         power_of_two = np.ldexp(np.float32(0.5), exponent)
         self._set(loss_scale=power_of_two, spare_bits=np.float32(self.margin))
 
+    @checks_gradients
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:

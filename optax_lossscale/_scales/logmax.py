@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 _decay = partial(validation.number_between, least=0, most=validation.BELOW_ONE)
 
@@ -94,6 +94,7 @@ class LogMaxLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self, self._observe(self._of_overflow()))
 
+    @checks_gradients
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:

@@ -185,6 +185,16 @@ class LossScale(Stateful):
         )
 
 
+def checks_gradients(update: T) -> T:
+    """Marks an `update` that checks all gradients, which a step then need not do.
+
+    The mark is on the function, not on the class, so a subclass that overrides `update`
+    loses it.
+    """
+    vars(update)["checks_gradients"] = True
+    return update
+
+
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """The same scalars, read from one array behind a barrier.
 

@@ -32,8 +32,6 @@ from optax_lossscale._arrays.finite import (
 )
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.stateful import check_successor, choose
-from optax_lossscale._scales.headroom import HeadroomLossScale
-from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import StepInputs
@@ -43,12 +41,6 @@ Skip = SkipRule | Literal["nonfinite"]
 
 # A bool, shape (); or Python's True where nothing was checked
 Flag: TypeAlias = jax.Array | Literal[True]
-
-# The `update` methods of their own by which loss scales check the gradients. After any
-# other, such as that of a fixed scale, they are checked here. The methods are listed,
-# not their classes, as a class of the user's may inherit from these and override
-# `update`.
-_CHECKING = {HeadroomLossScale.update, LogMaxLossScale.update}
 
 
 def decide_step(
@@ -104,7 +96,8 @@ def _measure(
         norm, finite = norm_and_all_finite(grads)
         norm = across(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
-    checks_itself = type(state.loss_scale).update in _CHECKING
+    update = type(state.loss_scale).update
+    checks_itself = getattr(update, "checks_gradients", False)
     must_be_finite = skip is not None and not checks_itself
     if must_be_finite or _adapts_to_flag(state.loss_scale):
         return None, on_all_replicas(all_finite(grads), axis_name)
