@@ -31,7 +31,9 @@ def is_narrow_leaf(x: Any) -> bool:
 
 def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    has_dtype = hasattr(x, "dtype") and not isinstance(x, type)  # as jnp.float32 is
+    has_dtype = hasattr(x, "dtype") and not isinstance(
+        x, type
+    )  # jnp.float32, too, has one
     return has_dtype or isinstance(x, (bool, int, float, complex))
 
 

@@ -2,8 +2,8 @@
 
 How large a scale may be depends on the gradients, and changes in training. This rule
 measures nothing: it raises the scale from time to time until gradients overflow, and
-then lowers it. Each such trial costs one skipped step, so with the default interval
-about one step in 2000 pays for a scale that is nearly as large as can be.
+then lowers it. Each such trial costs one skipped step: with the default interval, about
+one step in 2000 is the price of a scale that stays near the largest possible.
 
 Whether the gradients are finite is not known while a step is traced. So `adjust`
 computes the loss scale for both cases, and selects one of them.

@@ -40,7 +40,7 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     except that a scale that would fall to `min_scale` or below stays as it is, and is
-    `exhausted`.
+    `exhausted`; one that would grow beyond float32's range stays as it is, too.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
@@ -54,9 +54,10 @@ class ToleranceLossScale(LossScale):
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      steps: steps since the scale last grew or backed off, or was due to but stayed at
-        a bound; int32, shape ().
-      overflows: overflows since it last backed off, or was due to; int32, shape ().
+      steps: steps since the scale last grew or backed off, or would have but for a
+        bound; int32, shape ().
+      overflows: overflows since the scale last backed off, or would have but for
+        `min_scale`; int32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.

@@ -40,8 +40,8 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """The results of a step: new parameters or updates, and the new inner state.
 
-    Without `jit`, `should_apply` is known, and Python branches, unless
-    `branch="select"`.
+    Without `jit`, `should_apply` is known. Then an applied step runs `update` alone, and
+    a skipped one runs it only with `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.

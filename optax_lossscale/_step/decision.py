@@ -5,10 +5,10 @@ A step is applied if
 1. its unscaled gradients are finite (unless `skip=None`), and the loss scale's `update`
    agrees, which by default checks the same;
 2. the true loss is finite, if the step is given one (unless `skip=None`);
-3. the skip rule, if there is one, does not take it for a spike.
+3. with a skip rule, the norm is finite in float32, that is, below 2**64, and the rule
+   does not take the step for a spike.
 
-Whether the gradients are finite, whether the loss scale agrees, and whether the loss is
-finite are a `Flag` each. The rule is asked last.
+The answers to 1 and 2 are `Flag`s. The rule is asked last.
 
 All replicas must decide alike, or their parameters would differ from then on. So with
 an `axis_name`, all that the decision depends on is first reduced over that axis: flags
@@ -53,12 +53,12 @@ def decide_step(
 
     `state` is the state after the step, except for its inner state, which is still old.
 
-    The loss scale adapts to the gradients, unless the loss is not finite, or a rule
-    skips the step for its norm. Another scale would not have helped there, and a step
-    that is not applied should not bring the scale closer to growth.
+    The loss scale adapts to the gradients, unless the loss is not finite or a rule
+    skips the step. Another scale would not have helped there, and a step that is not
+    applied should not bring the scale closer to growth.
     """
     # No gradient flows through the decision.
-    grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
+    grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
     norm, grads_finite = _measure(grads, state, skip, axis_name)
     adapted, scale_agrees = _adapt(state.loss_scale, grads, grads_finite, axis_name)
     loss_finite: Flag = True
@@ -121,7 +121,7 @@ def _adapt(
 
 
 def _adapts_to_flag(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `update`, which checks, and calls `adjust`."""
+    """Whether a loss scale inherits `LossScale.update`, which only asks `adjust`."""
     return type(loss_scale).update is LossScale.update
 
 
@@ -135,8 +135,8 @@ def _ask_rule(
     """The skip rule after a step, and whether to apply the step.
 
     `may_apply` says whether the step would be applied without a rule. The rule is asked
-    at every step, as a compiled step cannot leave that out. But what it learns from a
-    step that is not finite is dropped, except that its `gradient_norm` becomes infinite.
+    at every step, which is cheaper than a branch. What it learns from a step that is
+    not finite is dropped, except that its `gradient_norm` becomes infinite.
     """
     is_finite = may_apply & jnp.isfinite(norm)
     if value is not None:
@@ -163,8 +163,8 @@ def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas that share a state could decide differently.
 
-    JAX's types show that under `shard_map`: `should_apply` then varies along an axis
-    along which the state does not.
+    JAX's types show it under `shard_map`, unless `check_vma=False`: `should_apply` then
+    varies along an axis along which the state does not.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state

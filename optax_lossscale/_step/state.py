@@ -55,7 +55,7 @@ def loss_scales_in(state: Any) -> list[LossScale]:
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
 
-    A state that several places hold, made of the same variables, is returned once.
+    A state whose variables occur in several places is returned once.
     """
     states = find_nodes(lambda x: isinstance(x, LossScaleState), state)
     return [without_variables(x) for x in distinct_nodes(states)]
@@ -80,9 +80,10 @@ def check_state(state: Any) -> None:
     dtype = dtype_of(state.should_apply)
     if dtype != np.bool_:
         raise TypeError(
-            f"the state's should_apply came back as {dtype}: a transformation around "
-            "the wrapper has computed with its state, as SAM's transparent mode does. "
-            "Put it inside: with_loss_scale(optax.contrib.sam(…))"
+            f"the state's should_apply came back as {dtype}, not as bool. Either a "
+            "checkpoint was restored into another dtype, or a transformation around "
+            "the wrapper has computed with its state, as SAM's transparent mode does; "
+            "put that inside: with_loss_scale(optax.contrib.sam(…))"
         )
     check_no_stack(state.should_apply)
 

@@ -40,10 +40,9 @@ from optax_lossscale._step.update import InnerUpdate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """The `init` and `update` of `with_loss_scale`, whose arguments are its fields.
+    """The step of `with_loss_scale`, with the arguments of that function as fields.
 
-    An instance is itself the transformation's `update`, so that `apply_gradients` finds
-    the step there.
+    An instance is the transformation's `update`, where `apply_gradients` finds it.
     """
 
     inner: optax.GradientTransformation

@@ -1,8 +1,8 @@
 """Trains a transformer in float32, and in float16 with and without loss scaling.
 
 The loss is a mean over a global batch of 1024 micro-batches, so gradients underflow in
-float16. A step computes the loss of one micro-batch and lets it stand for all of them:
-its unscaled gradient is multiplied by 1024.
+float16. To save time, each step computes one micro-batch only, and multiplies its
+unscaled gradient by 1024.
 """
 
 import argparse

@@ -431,6 +431,7 @@ def test_leaves_masked_out_are_neither_unscaled_nor_checked(way, callable_mask):
     _, state = jax.jit(way(tx))(grads, state, params)
     assert not state.should_apply
 
+
 def test_a_mask_that_is_a_callable_tree_is_not_called():
     model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     mask = jax.tree.map(lambda _: True, model)
