@@ -4,9 +4,9 @@ Each function is named after a system. It takes those arguments of the original 
 concern the loss scale, with their defaults, and returns a loss scale that adapts as the
 original does: value for value in float32, except for LogMax, which is tested to within
 1%. In all presets two things differ: a scale that would leave float32's normal range,
-1.18e-38 to 3.4e38, stays as it is; and a `FixedLossScale` is at most 2**126. Where a preset
-differs in more, it says so. An argument that is not allowed raises a `ValueError`, unless
-the original ignores it.
+1.18e-38 to 3.4e38, stays as it is; and a `FixedLossScale` is at most 2**126. Where a
+preset differs in more, it says so. An argument that is not allowed raises a
+`ValueError`, unless the original ignores it.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
 gradients are all zero counts as finite; if most steps are like that,
@@ -275,7 +275,8 @@ def flax(
     Args:
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: the scale grows after `growth_interval + 1` finite steps in a row.
+      growth_interval: one less than the number of finite steps in a row after which the
+        scale grows.
       fin_steps: the count of finite steps in a row to start from, at most
         `growth_interval`.
       scale: the first scale.

@@ -111,9 +111,10 @@ def olmo_core(
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard
     deviations above the mean of a window, once the window is half full. Skipped steps
     enter the window, too. The rule needs the step's loss. The original differs in two
-    ways. It skips every step while its window holds a NaN. And with a length below 6, it
-    always skips the second step, as the deviation of one number is NaN; this rule takes
-    the deviation for 0, and skips the second step if its norm or loss is the larger one.
+    ways. It skips every step while its window holds a NaN. And with a length below 6,
+    it always skips the second step, as the deviation of one number is NaN; this rule
+    takes the deviation for 0, and skips the second step if its norm or loss is the
+    larger one.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.

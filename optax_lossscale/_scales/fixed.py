@@ -56,7 +56,8 @@ class FixedLossScale(LossScale):
         super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
-        # This `__init__` takes only `scale`, so a subclass could not pass its own fields.
+        # This `__init__` takes only `scale`, so a subclass could not pass its own
+        # fields.
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
         )

@@ -59,9 +59,9 @@ class HeadroomLossScale(LossScale):
     gradients inside the model are larger than those of its parameters,
     `DynamicLossScale` skips fewer steps.
 
-    The rule, where `size` is the exponent that `frexp` gives for the step's largest
-    gradient, the least integer for which that is below `2**size`, and `largest` is the
-    same for the largest gradient remembered::
+    The rule, where `size` is the least integer for which the step's largest gradient is
+    below `2**size` (the exponent of `frexp`), and `largest` is the size of the largest
+    gradient that is remembered::
 
         if grads_overflow:
             overflows += 1
@@ -95,10 +95,10 @@ class HeadroomLossScale(LossScale):
     are held in reserve until a gradient explains the overflow, nothing overflows any
     more, or 32 bits have not helped.
 
-    The `memory` is the number of steps in which `largest` and `reserve` fall by at least
-    a bit; if all gradients are zero, they take 64 times as many. It is 0 at first, and
-    grows to 32 with the steps measured. Each run of overflows doubles it, to at least 32
-    and at most 512; from there, it shrinks slowly back to 32.
+    The `memory` is the number of steps in which `largest` and `reserve` fall by at
+    least a bit; if all gradients are zero, they take 64 times as many. It is 0 at
+    first, and grows to 32 with the steps measured. Each run of overflows doubles it, to
+    at least 32 and at most 512; from there, it shrinks slowly back to 32.
 
     Gradients that are all zero may be rare, or may all have underflowed. So without a
     reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
@@ -134,7 +134,7 @@ class HeadroomLossScale(LossScale):
     spare_bits: jax.Array = state_field()
     _reserve: jax.Array = state_field(0.0)  # in bits
     _memory: jax.Array = state_field(0.0)  # in steps
-    # The overflows since the last finite step; below 0, minus those still excused
+    # The overflows since the last finite step; -n while n more are excused
     _overflows: jax.Array = state_field(0)
 
     def __post_init__(self):
@@ -177,7 +177,7 @@ class HeadroomLossScale(LossScale):
         """Whether gradients overflowed, and the scale would fall below 2**-100.
 
         An overflow that is excused does not count. A step that is skipped for its loss,
-        or by a skip rule, leaves this as it was.
+        or by a skip rule, does not change the answer.
 
         Returns:
           A bool, shape ().

@@ -102,8 +102,8 @@ class LossScale(Stateful):
 
         Args:
           grads: the unscaled gradients, any pytree; `None` leaves are ignored. With a
-            `mask`, `with_loss_scale` passes a flat list of gradients, with None for each
-            that the mask excludes.
+            `mask`, `with_loss_scale` passes a flat list of gradients, with None for
+            each that the mask excludes.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide together, at the cost of communicating one scalar.
 
@@ -121,9 +121,9 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed at a scale that could not fall.
 
-        That is of the last step that the scale adapted to: a step that is skipped for
-        its loss, or by a skip rule, leaves this as it was. `raise_if_stuck` raises if it
-        is True.
+        It tells of the last step that the scale adapted to: a step that is skipped for
+        its loss, or by a skip rule, does not change the answer. `raise_if_stuck` raises
+        if it is True.
 
         Returns:
           A bool, shape (); always False unless a subclass overrides this.

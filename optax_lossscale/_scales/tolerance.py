@@ -13,7 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import messages, validation
-from optax_lossscale._arrays.precision import times
+from optax_lossscale._arrays.precision import precise_product
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
@@ -102,7 +102,7 @@ class ToleranceLossScale(LossScale):
         scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = times(scale, self.factor)
+        grown = precise_product(scale, self.factor)
         grown = jnp.where(grown <= validation.LARGEST, grown, scale)
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
@@ -122,7 +122,7 @@ class ToleranceLossScale(LossScale):
         overflows = optax.safe_increment(self.overflows)
         share = jnp.divide(overflows, steps)
         backs_off = share >= self.tolerance
-        lowered = times(scale, 1 / self.factor)
+        lowered = precise_product(scale, 1 / self.factor)
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)

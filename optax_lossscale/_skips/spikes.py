@@ -1,9 +1,9 @@
 """The recommended rule, which skips steps far above the usual norm or loss.
 
 Order statistics of the last applied steps say what is usual: the median, the upper
-quartile, and a value that several steps reached. A single spike hardly moves them, while
-it would move a mean and a standard deviation. They are computed of logarithms, so the
-scale of norms and losses does not matter.
+quartile, and a value that several steps reached. A single spike hardly moves them,
+while it would move a mean and a standard deviation. They are computed of logarithms, so
+the scale of norms and losses does not matter.
 """
 
 from functools import partial

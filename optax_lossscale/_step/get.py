@@ -31,7 +31,7 @@ LossScaleLike = (
 
 _SEVERAL = (
     "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
-    "once. To test a step that takes several states, make it a function of one of them."
+    "once. To use testing on a step with several states, make it a function of one."
 )
 
 

@@ -9,7 +9,7 @@ from optax_lossscale._arrays.contexts import BLANK_METRICS
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import wrapper_state
+from optax_lossscale._step.state import loss_scale_state_in
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
@@ -61,8 +61,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
-    wrapper = wrapper_state(state)
-    # `testing` sets it, so that metrics do not count as outputs that depend on the scale.
+    wrapper = loss_scale_state_in(state)
+    # `testing` sets it, so that metrics do not count as outputs that depend on the
+    # scale.
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)

@@ -52,7 +52,7 @@ def loss_scales_in(state: Any) -> list[LossScale]:
     return find_nodes(lambda x: isinstance(x, LossScale), state)
 
 
-def wrapper_states(state: Any) -> list[LossScaleState]:
+def loss_scale_states_in(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
 
     A state whose variables occur in several places is returned once.
@@ -61,12 +61,12 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
     return [without_variables(x) for x in distinct_nodes(states)]
 
 
-def wrapper_state(state: Any) -> LossScaleState | None:
+def loss_scale_state_in(state: Any) -> LossScaleState | None:
     """The first `LossScaleState` in a state; None for a loss scale by itself.
 
     It is the only one if `get_loss_scale` has found that there is one loss scale.
     """
-    return next(iter(wrapper_states(state)), None)
+    return next(iter(loss_scale_states_in(state)), None)
 
 
 def check_state(state: Any) -> None:

@@ -12,7 +12,7 @@ from optax_lossscale._arrays.validation import check_concrete, positive_int
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import LossScaleState, wrapper_state
+from optax_lossscale._step.state import LossScaleState, loss_scale_state_in
 
 _NOT_FINITE = "gradients or losses were not finite"
 _DIAGNOSE = (
@@ -25,8 +25,8 @@ _LOWER_FLOOR = (
 _RESTART_RULE = (
     "If large norms are here to stay, restart the rule: "
     "state._replace(skip_rule=tx.init(params).skip_rule). Or use skips.spikes(), which "
-    "accepts a new level after max_skips steps, if max_consecutive_skips is at least as "
-    "many"
+    "accepts a new level after max_skips steps, if max_consecutive_skips is at least "
+    "as many"
 )
 
 
@@ -71,7 +71,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     most = positive_int("max_consecutive_skips", max_consecutive_skips)
     check_concrete("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
-    wrapper = wrapper_state(state)
+    wrapper = loss_scale_state_in(state)
     _check_one_model(loss_scale, wrapper)
     reason = None
     remedy = _DIAGNOSE

@@ -220,11 +220,11 @@ def with_loss_scale(
     Each step divides the gradients by the loss scale, checks that they are finite, lets
     `inner` update the parameters or skips the step, and adapts the loss scale. `inner`
     sees unscaled gradients in float32 or wider, and parameters and state likewise. So
-    put the whole optimizer inside: `with_loss_scale(optax.chain(clip, optimizer))`. In a
-    chain, a transformation before the wrapper sees scaled gradients; one that sums them
-    up, such as `optax.trace`, keeps the NaN of an overflow for good. A transformation
-    after the wrapper may move the parameters at a skipped step, as weight decay and
-    `optax.ema` do.
+    put the whole optimizer inside: `with_loss_scale(optax.chain(clip, optimizer))`. In
+    a chain, a transformation before the wrapper sees scaled gradients; one that sums
+    them up, such as `optax.trace`, keeps the NaN of an overflow for good. A
+    transformation after the wrapper may move the parameters at a skipped step, as
+    weight decay and `optax.ema` do.
 
     *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
     applied. With `"select"`, it runs at every step, and sees zeros in place of NaN and
