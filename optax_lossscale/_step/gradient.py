@@ -3,7 +3,7 @@
 `value_and_scaled_grad` differentiates the loss times the loss scale, and returns the
 loss itself beside the gradients. `scale_gradient` is for code that differentiates by
 itself: it returns the loss as it is, with a derivative that is multiplied by the loss
-scale. By the chain rule, all gradients of that loss are multiplied by it, too.
+scale. By the chain rule, all gradients of that loss are then multiplied by the scale.
 """
 
 import functools

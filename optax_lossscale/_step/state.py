@@ -82,8 +82,8 @@ def check_state(state: Any) -> None:
         raise TypeError(
             f"the state's should_apply came back as {dtype}, not as bool. Either a "
             "checkpoint was restored into another dtype, or a transformation around "
-            "the wrapper has computed with its state, as SAM's transparent mode does; "
-            "put that inside: with_loss_scale(optax.contrib.sam(…))"
+            "the wrapper has computed with its state, as SAM's transparent mode does. "
+            "Put it inside: with_loss_scale(optax.contrib.sam(…))"
         )
     check_no_stack(state.should_apply)
 

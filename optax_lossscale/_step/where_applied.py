@@ -1,7 +1,8 @@
 """Keeping other values as they were if the step was skipped, such as batch statistics.
 
-A step that is skipped has run the forward pass, and what that computes, as well as what
-the training step computes from it, may hold the NaN for which the step was skipped.
+A skipped step has run the forward pass all the same. What the forward pass computes,
+and what the training step computes from that, may hold the NaN for which the step was
+skipped.
 """
 
 from typing import Any

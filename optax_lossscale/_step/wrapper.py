@@ -71,8 +71,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """Takes one optimizer step, from scaled gradients to new parameters.
 
         It does the same as `update` and `optax.apply_updates`, but inside the branch
-        that applies or skips the step, so that on CPU, XLA can fuse it with the
-        unscaling and the inner update, and need not write their results to memory. An
+        that applies or skips the step. There, XLA can fuse all of it on CPU, so that
+        neither the unscaled gradients nor the updates need to be written to memory. An
         `optax.chain` around the wrapper does not have this method: there, call `update`
         and `optax.apply_updates`.
 
@@ -249,7 +249,7 @@ def with_loss_scale(
         decide together. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
         a function that returns one for them. Gradients marked False are neither unscaled
-        nor checked. Mark leaves so that are not gradients but new values of their
+        nor checked. That is for leaves that are not gradients but new values of their
         parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
