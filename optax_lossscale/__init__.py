@@ -6,7 +6,7 @@
     state = tx.init(params)
     loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)
 
-Each function, loss scale and skip rule has an example in its docstring, as in
+Each function and each loss scale has an example in its docstring: try
 `help(ols.with_loss_scale)`.
 
 Take a step:

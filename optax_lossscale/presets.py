@@ -3,14 +3,15 @@
 Each function is named after a system. It takes those arguments of the original that
 concern the loss scale, with their defaults, and returns a loss scale that adapts as the
 original does: value for value in float32, except for LogMax, which is tested to within
-1%. In all presets one thing differs: a scale that would leave float32's normal range,
-1.18e-38 to 3.4e38, stays as it is. Where a preset differs in more, it says so. An
-argument that is not allowed raises a `ValueError`, unless the original ignores it.
+1%. In all presets two things differ: a scale that would leave float32's normal range,
+1.18e-38 to 3.4e38, stays as it is; and a `FixedLossScale` is at most 2**126. Where a
+preset differs in more, it says so. An argument that is not allowed raises a
+`ValueError`, unless the original ignores it.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
 gradients are all zero counts as finite; if most steps are like that,
-`HeadroomLossScale` is better. (LogMax takes such gradients for a largest one of
-2**-126.) None of the originals looks at the loss, and where the scale is fixed, most
+`HeadroomLossScale` is better. (LogMax counts such a step as one whose largest gradient
+is 2**-126.) None of the originals looks at the loss, and where the scale is fixed, most
 check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
@@ -50,16 +51,13 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-# Some originals compute in float32, so their factors are rounded to it.
-
-
 def _growth_factor(name: str, factor: float) -> float:
-    """A growth factor rounded to float32."""
+    """A growth factor rounded to float32, in which the original computes."""
     return float(np.float32(validation.growth_factor(name, factor)))
 
 
 def _backoff_factor(name: str, factor: float) -> float:
-    """A back-off factor rounded to float32."""
+    """A back-off factor rounded to float32, in which the original computes."""
     return float(np.float32(validation.backoff_factor(name, factor)))
 
 
@@ -277,8 +275,8 @@ def flax(
     Args:
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: one less than the finite steps in a row after which the scale
-        grows.
+      growth_interval: one less than the number of finite steps in a row after which the
+        scale grows.
       fin_steps: the count of finite steps in a row to start from, at most
         `growth_interval`.
       scale: the first scale.
@@ -539,8 +537,8 @@ def openseq2seq_logmax(
     Args:
       scale_min: the floor.
       scale_max: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in the original; at
-        most 60.
+      log_max: an overflow is averaged as if the log2 of the largest gradient were
+        `2**log_max`, as in the original; at most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
       overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.

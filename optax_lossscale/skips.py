@@ -3,8 +3,8 @@
 Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
 `spikes` is the rule to use. The others are the rules of other systems, named after them
 and with the original argument names. They decide about finite steps as the originals
-do. Unlike most originals, they learn nothing from a non-finite step, which is skipped
-anyway.
+do, except where a docstring says otherwise. Unlike most originals, they learn nothing
+from a non-finite step, which is skipped anyway.
 
 Each function returns a `SkipRule`, which you may subclass for a rule of your own. A
 wrong argument raises a `ValueError`.
@@ -52,8 +52,9 @@ def spikes(
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly
-    moves. A norm that at least 3 of them reached, or 1 in 20 if that is more, is usual,
-    too. The same holds for the loss, if it is passed to the step as `value`. The rule::
+    moves. A norm is usual, too, if at least 3 of these steps reached it, or 1 in 20 of
+    them if that is more. The same holds for the loss, if it is passed to the step as
+    `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -84,11 +85,11 @@ def spikes(
 
     Args:
       factor: how many spreads above the median are too many, positive.
-      least: by how many bits a spike exceeds the median at least, positive; a norm that
-        is 1 bit larger is twice as large.
+      least: the least excess over the median, in bits, that makes a spike; 1 bit is a
+        factor of 2. It must be positive.
       window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps may be skipped before each further skip takes 20
-        applied steps, from 0 to 2**20.
+      max_skips: the largest budget of skips, with which the rule begins, from 0 to
+        2**20. Each applied step gives back 1/20 of a skip.
 
     Example:
       >>> import optax_lossscale as ols
@@ -110,8 +111,10 @@ def olmo_core(
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard
     deviations above the mean of a window, once the window is half full. Skipped steps
     enter the window, too. The rule needs the step's loss. The original differs in two
-    ways: it skips every step while its window holds a NaN; and with a length below 6 it
-    skips the second step, as the deviation of one number is NaN.
+    ways. It skips every step while its window holds a NaN. And with a length below 6,
+    it always skips the second step, as the deviation of one number is NaN; this rule
+    takes the deviation for 0, and skips the second step if its norm or loss is the
+    larger one.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -281,6 +284,9 @@ def _half(length: int) -> int:
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
     """The smallest multiplier, the only one that matters: its threshold is the lowest."""
+    allowed = "a tuple of positive numbers"
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
-        refuse("multipliers", multipliers, "a tuple of positive numbers")
-    return min(validation.positive("multipliers", x) for x in multipliers)
+        refuse("multipliers", multipliers, allowed)
+    return min(
+        validation.positive("multipliers", x, allowed=allowed) for x in multipliers
+    )

@@ -33,6 +33,6 @@ BLANK_METRICS = jax.make_user_context(False)
 IS_REPORTED = jax.make_user_context(False)
 """Whether `diagnose` is tracing the function.
 
-Then nothing is warned of, as the report says it; and `scale_gradient` scales nothing,
-as the report tries loss scales of its own.
+Then no warning is given, as the report contains it; and `scale_gradient` scales
+nothing, as the report tries loss scales of its own.
 """

@@ -42,7 +42,7 @@ class _Measure(NamedTuple):
     Attributes:
       function: from a leaf to an array of its shape.
       operation: from two results to one.
-      initial: what `operation` combines with a result to the result itself.
+      initial: the neutral element of `operation`.
     """
 
     function: Callable
@@ -126,7 +126,7 @@ def _reduce_tree(
 
 
 def _real_leaves(tree: Any) -> list[jax.Array]:
-    """The floating-point leaves, and both parts of complex ones; a zero if none is."""
+    """The floating-point leaves, and both parts of complex ones; if none, one zero."""
     leaves = []
     for leaf in filter(is_inexact_leaf, jax.tree.leaves(tree)):
         x = jnp.asarray(leaf)
@@ -199,8 +199,8 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 # reduces the flags of finiteness beside whatever else is computed. The check alone
 # needs one output, so it adds a dummy, a sum of zeros.
 #
-# Of partitioned leaves, XLA makes no all-reduce for two outputs: hence the other
-# reductions for these. If leaves are not known to be partitioned, the result is the
+# For two outputs of partitioned leaves, XLA makes no all-reduce: these leaves take the
+# reductions above. If leaves are not known to be partitioned, the result is the
 # same, but devices exchange more: the results for each leaf, and whole leaves where a
 # group holds leaves that are partitioned along different axes, or where the norm cuts
 # leaves into rows.
@@ -215,7 +215,9 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
     maximum, finite = _reduced_and_checked(groups, _MAGNITUDES)
-    return jnp.where(finite, maximum, jnp.inf)  # uses the flag for the same reason
+    return jnp.where(
+        finite, maximum, jnp.inf
+    )  # uses the flag, so that no compiler removes it
 
 
 def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:

@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
 def warn(text: str) -> None:
     """Warns at the line of the user's code that led here.
 
-    While `diagnose` traces the function, nothing is warned of, as the report says it.
+    While `diagnose` traces the function, no warning is given: the report contains it.
     """
     if IS_REPORTED.value:
         return

@@ -11,8 +11,8 @@ def make_public(module: str, *things: Any) -> None:
     """Makes a public module the home of classes and functions from private files.
 
     It is the module that reprs, pickles and tracebacks then name, so a pickle can be
-    read after a file has moved. As for JAX's own public classes, the price is that
-    `inspect.getsource` does not find a class. It does find functions and methods.
+    read after a file has moved. The price, as with JAX's own classes:
+    `inspect.getsource` does not find the class. It does find functions and methods.
     """
     for thing in things:
         thing.__module__ = module

@@ -11,9 +11,9 @@ def is_on_several_devices(x: jax.Array) -> bool:
     """Whether an array is known to lie on several devices while it is traced.
 
     It may be partitioned over them or replicated: while tracing, JAX may not know
-    which. JAX knows the devices of arrays that are computed from arguments which lie on
-    several, and under `jax.set_mesh`. It does not know those of arguments that the
-    `in_shardings` of `jit` alone will place. Axes that `shard_map` maps do not count:
+    which. JAX knows that an array lies on several devices if the arguments of the `jit`
+    do, or under `jax.set_mesh`; it does not know it if only `in_shardings` will place
+    the arguments there. Axes that `shard_map` maps do not count:
     along these, the array is what one replica holds.
     """
     mesh = jax.typeof(x).sharding.mesh

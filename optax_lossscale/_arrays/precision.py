@@ -31,7 +31,9 @@ def is_narrow_leaf(x: Any) -> bool:
 
 def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    has_dtype = hasattr(x, "dtype") and not isinstance(x, type)  # as jnp.float32 is
+    has_dtype = hasattr(x, "dtype") and not isinstance(
+        x, type
+    )  # jnp.float32, too, has one
     return has_dtype or isinstance(x, (bool, int, float, complex))
 
 
@@ -59,7 +61,7 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     return jax.tree.map(mapped, tree)
 
 
-def strong(x: Any, dtype: Any = None) -> Any:
+def strongly_typed(x: Any, dtype: Any = None) -> Any:
     """`x` in the given dtype, or in its own, and strongly typed.
 
     An array whose type changes between weak and strong from one step to the next makes
@@ -70,7 +72,7 @@ def strong(x: Any, dtype: Any = None) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def times(scale: jax.Array, factor: float) -> jax.Array:
+def precise_product(scale: jax.Array, factor: float) -> jax.Array:
     """The float32 product of a scale and a Python float, as computed in float64."""
     factor32 = np.float32(factor)
     is_exact = float(factor32) == factor

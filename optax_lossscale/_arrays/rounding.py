@@ -4,10 +4,10 @@
 parameter, and the rest is what the optimizer keeps beside it.
 
 For bfloat16, which is the upper half of a float32 number, the rest is 16 bits. Ties are
-rounded away from zero, and not to even as `astype` rounds them: then 2**16 float32
-numbers round to each bfloat16 number, as many as 16 bits tell apart. With ties to even,
-2**16 + 1 would round to every other one. Only numbers that round to zero or to infinity
-are lost: `join` gives the zero or the infinity.
+rounded away from zero, and not to even as `astype` rounds them: then exactly 2**16
+float32 numbers round to each bfloat16 number, so 16 bits tell them apart. With ties to
+even, 2**16 + 1 would round to every other one. Only numbers that round to zero or to
+infinity are lost: `join` gives the zero or the infinity.
 
 Rounding to float16 drops more than 16 bits of small and of large numbers, so there the
 rest is the whole float32 number, and nothing is lost.

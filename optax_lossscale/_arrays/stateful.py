@@ -42,7 +42,7 @@ def state_field(
       default: its first value. A bool, int or float becomes a bool, int32 or float32
         scalar, and anything else a copy as an array, of the dtype that `jnp.asarray`
         gives it. Without a default, `__post_init__` sets it.
-      init: not to be passed: its default tells type checkers that the constructor takes
+      init: leave it: from its default, type checkers learn that the constructor takes
         no such argument.
 
     Example:
@@ -123,7 +123,7 @@ class Stateful(abc.ABC):
         )
 
     def __post_init__(self):
-        """Checks the configuration; one that overrides it has to call it."""
+        """Checks the configuration; a subclass that overrides this has to call it."""
         for name, check in self._checks.items():
             value = check(name, getattr(self, name))
             self._set(**{name: value})
@@ -154,15 +154,15 @@ class Stateful(abc.ABC):
 
         Args:
           **state: the values by the names of the fields: numbers and arrays, which may
-            be traced.
+            be traced. Shapes are not checked.
 
         Returns:
           The copy, in which all else is as it was.
 
         Raises:
           TypeError: for a name that is no state field.
-          ValueError: for a `loss_scale` that is a Python number, but not a positive,
-            normal float32.
+          ValueError: for a Python number that the field does not allow, such as a
+            `loss_scale` of 0.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -266,7 +266,8 @@ def construct(cls: Callable[..., Any], config: Any) -> Any:
 def check_successor(new: Any, old: Stateful, method: str) -> None:
     """Raises a `TypeError` unless `new`, from a user's method, may replace `old`.
 
-    That is an instance with its configuration, and with state of the same shapes.
+    It must have the class and configuration of `old`, and state of the same shapes.
+    Dtypes are not checked.
     """
     is_of_its_structure = jax.tree.structure(new) == jax.tree.structure(old)
     shapes = [np.shape(x) for x in jax.tree.leaves(new)]

@@ -6,14 +6,14 @@ raises a `ValueError` if the value is not allowed. A check of a number also take
 NumPy scalar or an array of shape (), and returns a Python number.
 
 A function whose name begins with `check_` returns nothing, but raises if an argument is
-of the wrong type, or does not fit the others. All checks run in Python, also while a
-step is traced, and read no traced number.
+of the wrong type, or does not fit the others. `argnums_tuple` converts what it checks.
+All checks run in Python, also while a step is traced, and read no traced number.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def python_number(value: Any) -> int | float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Whether this is a real number, or an array of them; bools are none."""
+    """Whether this is a real number, or an array of them; bools do not count."""
     if not is_array_leaf(value):
         return False
     dtype = dtype_of(value)
@@ -58,7 +58,7 @@ def number_between(
 ) -> float:
     """Checks that a number is at least `least` and at most `most`; returns a float.
 
-    `allowed` says so in other words, for the error.
+    `allowed` describes the range in the error.
     """
     if allowed is None:
         allowed = f"a number between {least:.8g} and {most:.8g}"
@@ -147,6 +147,14 @@ def dtype_or_none(value: Any) -> np.dtype | None:
         return None if value is None else jnp.dtype(value)
     except TypeError:
         return None
+
+
+def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
+    """Whether this is a function to call, and not a tree.
+
+    A tree may be callable, too, such as an Equinox module.
+    """
+    return callable(value) and jax.tree_util.all_leaves([value])
 
 
 def check_function(name: str, value: Any) -> None:

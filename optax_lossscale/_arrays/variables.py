@@ -35,7 +35,7 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
 
 
 def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
-    """All nodes of a tree for which `is_node` holds, but none inside of another."""
+    """All nodes of a tree for which `is_node` holds, without those inside of others."""
     nodes = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes if is_node(x)]
 

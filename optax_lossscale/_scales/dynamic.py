@@ -2,8 +2,8 @@
 
 How large a scale may be depends on the gradients, and changes in training. This rule
 measures nothing: it raises the scale from time to time until gradients overflow, and
-then lowers it. Each such trial costs one skipped step, so with the default interval
-about one step in 2000 pays for a scale that is nearly as large as can be.
+then lowers it. Each such trial costs one skipped step: with the default interval, about
+one step in 2000 is the price of a scale that stays near the largest possible.
 
 Whether the gradients are finite is not known while a step is traced. So `adjust`
 computes the loss scale for both cases, and selects one of them.
@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.precision import times
+from optax_lossscale._arrays.precision import precise_product
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
@@ -157,7 +157,7 @@ class DynamicLossScale(LossScale):
         The scale itself, if even the clipped product is not a normal float32 number.
         """
         scale = self()
-        product = times(scale, factor)
+        product = precise_product(scale, factor)
         clipped = jnp.clip(product, self.min_scale, self.max_scale)
         is_large_enough = clipped >= validation.SMALLEST
         is_small_enough = clipped <= validation.LARGEST

@@ -18,7 +18,7 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import LossScale
 
-_MAX_INVERTIBLE = 2.0**126  # of a larger scale, the reciprocal would be subnormal
+_MAX_INVERTIBLE = 2.0**126  # the reciprocal of a larger scale is subnormal
 
 
 class FixedLossScale(LossScale):
@@ -56,13 +56,14 @@ class FixedLossScale(LossScale):
         super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
-        # A subclass's fields would be no arguments of this class's `__init__`.
+        # This `__init__` takes only `scale`, so a subclass could not pass its own
+        # fields.
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
         )
 
     def __call__(self) -> jax.Array:
-        if OVERFLOWS.value:  # `testing` makes a constant scale overflow by this
+        if OVERFLOWS.value:  # set by `testing`, to make a constant scale overflow
             return jnp.float32(jnp.inf)
         return super().__call__()
 

@@ -8,8 +8,8 @@ bits more, the `reserve`.
 
 All of this is in bits, that is, in powers of two. Both the largest gradient remembered
 and the reserve fall while no step confirms them, by at least a bit in `memory` steps,
-or 64 times as slowly while all gradients are zero. Each run of overflows makes the
-memory longer.
+or 64 times as slowly while all gradients are zero. The memory is short at first, and a
+run of overflows lengthens it.
 """
 
 from typing import Any, Self
@@ -23,30 +23,33 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 _OVERFLOW_BITS = 16  # all finite float16 numbers are below 2**16
 # If steps overflow in spite of a reserve this deep, the batch is at fault: float16's
-# numbers span 40 bits, so gradients that used to fit underflow at such a scale. It is
-# also about the most that one overflow adds.
+# numbers span 40 bits, so gradients that used to fit underflow at such a scale. One
+# overflow adds at most this much to the reserve, apart from rounding.
 _DEEP_BITS = 32
-# This far above a step's size, the largest gradient remembered falls twice as fast.
+# The largest gradient remembered falls twice as fast if it is this many bits above the
+# step's.
 _GAP_BITS = 10
 _MAX_EXPONENT = 100  # of the highest scale, and of the inverse of the lowest
 
 _LOWEST = 2.0**-_MAX_EXPONENT
 _HIGHEST = 2.0**_MAX_EXPONENT
 
-# How many overflows are excused once the batch is found at fault: many, compared with
-# the six that it takes to find that.
+# How many overflows are excused once the batch is found at fault. That takes six, with
+# reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
 _SHORTEST_MEMORY = 32  # short, as a rare outlier should not lower the scale for long
 _LONGEST_MEMORY = 512  # an overflow that recurs less often than this costs few steps
-_FIRST_MEMORY = 1e-3  # used for a memory of 0, so that the first size alone decides
+_FIRST_MEMORY = 1e-3  # in place of 0, so that the first size alone decides
 _LENGTHENING = 2  # how much each measured step adds to a memory below _SHORTEST_MEMORY
 _SHORTENING = 4096  # each measured step takes 1 part in 4096 from a longer memory
 _GROWTH_STEPS = 2048  # about as many as in TensorFlow and PyTorch
-_ZERO_STEPS = 64  # with zero gradients, which count as one: few are due to underflow
+# This many steps with zero gradients count as one that is measured, as few of them are
+# due to underflow.
+_ZERO_STEPS = 64
 
 
 class HeadroomLossScale(LossScale):
@@ -56,8 +59,9 @@ class HeadroomLossScale(LossScale):
     gradients inside the model are larger than those of its parameters,
     `DynamicLossScale` skips fewer steps.
 
-    The rule, where `size` is the exponent of the step's largest gradient, and `largest`
-    that of the largest that is remembered::
+    The rule, where `size` is the least integer for which the step's largest gradient is
+    below `2**size` (the exponent of `frexp`), and `largest` is the size of the largest
+    gradient that is remembered::
 
         if grads_overflow:
             overflows += 1
@@ -68,7 +72,7 @@ class HeadroomLossScale(LossScale):
             largest -= fall
             fade(fall)
         else:
-            if size > largest + margin:         # the overflow was due to the size
+            if size > largest + margin:         # explains earlier overflows, if any
                 reserve = overflows = 0
             else:
                 fade(1 / max(memory, 1e-3))
@@ -89,9 +93,12 @@ class HeadroomLossScale(LossScale):
     An overflow means that some gradient is too large for the scale, or that the batch
     itself gives a NaN or an infinity. So the scale falls by 1, 2, 4, 8, … bits, which
     are held in reserve until a gradient explains the overflow, nothing overflows any
-    more, or 32 bits have not helped. Each run of overflows doubles the `memory`: the
-    number of steps, 0 at first, in which `largest` and `reserve` fall by at least a
-    bit, or 64 times as many of zero gradients.
+    more, or 32 bits have not helped.
+
+    The `memory` is the number of steps in which `largest` and `reserve` fall by at
+    least a bit; if all gradients are zero, they take 64 times as many. It is 0 at
+    first, and grows to 32 with the steps measured. Each run of overflows doubles it, to
+    at least 32 and at most 512; from there, it shrinks slowly back to 32.
 
     Gradients that are all zero may be rare, or may all have underflowed. So without a
     reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
@@ -127,7 +134,7 @@ class HeadroomLossScale(LossScale):
     spare_bits: jax.Array = state_field()
     _reserve: jax.Array = state_field(0.0)  # in bits
     _memory: jax.Array = state_field(0.0)  # in steps
-    # Since the last finite step; it begins at -64 where 64 are excused
+    # The overflows since the last finite step; -n while n more are excused
     _overflows: jax.Array = state_field(0)
 
     def __post_init__(self):
@@ -136,6 +143,7 @@ class HeadroomLossScale(LossScale):
         power_of_two = np.ldexp(np.float32(0.5), exponent)
         self._set(loss_scale=power_of_two, spare_bits=np.float32(self.margin))
 
+    @checks_gradients
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
@@ -166,9 +174,13 @@ class HeadroomLossScale(LossScale):
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed, and the scale would fall below 2**-100.
+        """Whether gradients overflowed, and the scale would fall below 2**-100.
 
-        False for an overflow that is excused. A bool, shape ().
+        An overflow that is excused does not count. A step that is skipped for its loss,
+        or by a skip rule, does not change the answer.
+
+        Returns:
+          A bool, shape ().
         """
         exponent = _OVERFLOW_BITS - self.margin - self._largest() - self._reserve
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
@@ -233,9 +245,9 @@ class HeadroomLossScale(LossScale):
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """The loss scale after a finite step that does not explain an overflow.
 
-        The reserve loses `fall` times one more than itself. But one that is deep has
-        not helped, so the batch was at fault: it is given up, and further overflows are
-        excused.
+        The reserve shrinks by `fall * (1 + reserve)`, so that it reaches 0. But a deep
+        reserve has not helped, so the batch was at fault: the reserve is given up, and
+        further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
@@ -246,7 +258,7 @@ class HeadroomLossScale(LossScale):
         return self._with(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
-        """The exponent of the largest gradient remembered, with a fraction as it falls.
+        """The `size` of the largest gradient remembered, with a fraction as it falls.
 
         It is computed back from the scale, not stored, so that the rule goes on from a
         scale that was set by hand.

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 _decay = partial(validation.number_between, least=0, most=validation.BELOW_ONE)
 
@@ -40,8 +40,8 @@ class LogMaxLossScale(LossScale):
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in OpenSeq2Seq; at
-        most 60.
+      log_max: an overflow is averaged as `x = 2**log_max`, as in OpenSeq2Seq, which is
+        65536 by default; at most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
       overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
@@ -50,8 +50,9 @@ class LogMaxLossScale(LossScale):
       mean: moving average of x with beta1, not bias-corrected; float32, shape ().
       slow_mean: the same with beta2; float32, shape ().
       square: moving average of x ** 2 with beta2; float32, shape ().
-      weight1: `beta1` to the power of the steps so far; float32, shape ().
-      weight2: `beta2` to the power of the steps so far; float32, shape ().
+      weight1: the weight that `mean` still gives to its start, 0, which is `beta1` to
+        the power of the steps averaged; float32, shape ().
+      weight2: the same of `slow_mean` and `square`, with `beta2`; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -94,6 +95,7 @@ class LogMaxLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self, self._observe(self._of_overflow()))
 
+    @checks_gradients
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:

@@ -101,14 +101,15 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored.
-            `with_loss_scale(mask=…)` passes a list, with None for each excluded one.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored. With a
+            `mask`, `with_loss_scale` passes a flat list of gradients, with None for
+            each that the mask excludes.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide together, at the cost of communicating one scalar.
 
         Returns:
-          The new loss scale, and `should_apply`, a bool, shape (); Python's True if
-          unchecked.
+          The new loss scale, and `should_apply`: a bool array of shape (), or Python's
+          True if nothing was checked.
 
         Raises:
           ValueError: if `axis_name` names no axis of an enclosing `pmap` or
@@ -118,12 +119,16 @@ class LossScale(Stateful):
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed at a scale that could not fall.
+        """Whether gradients overflowed at a scale that could not fall.
 
-        If so, `raise_if_stuck` raises. A bool, shape (); always False unless a subclass
-        overrides this.
+        It tells of the last step that the scale adapted to: a step that is skipped for
+        its loss, or by a skip rule, does not change the answer. `raise_if_stuck` raises
+        if it is True.
+
+        Returns:
+          A bool, shape (); always False unless a subclass overrides this.
         """
-        # Subclasses that can be exhausted keep this flag in their state.
+        # `DynamicLossScale` and `ToleranceLossScale` keep this flag in their state.
         exhausted = getattr(self, "_exhausted", False)
         return jnp.asarray(exhausted)
 
@@ -166,23 +171,33 @@ class LossScale(Stateful):
         return map_inexact(unscaled, tree)
 
     def _inverse_factors(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
-        """Two numbers of a real dtype, by which `unscale` multiplies one by one.
+        """Two factors of a real dtype, whose product is `1 / scale`.
 
-        Their product is `1 / scale`. XLA compiles `x / scale` to `x * (1 / scale)`.
-        Above 2**126 that reciprocal is subnormal, and flushed to zero. So it is split
-        into two factors, and a barrier keeps XLA from multiplying them.
+        `unscale` multiplies by one after the other, as XLA compiles `x / scale` to
+        `x * (1 / scale)`, and above 2**126 that reciprocal is subnormal and flushed to
+        zero. A barrier keeps XLA from multiplying the two factors.
         """
         scale = lax.optimization_barrier(self)()
         is_huge = scale > 2.0**126
         shift = jnp.where(is_huge, 4.0, 1.0).astype(dtype)
-        # Both are quotients, as anything simpler would be recomputed in the kernel of
-        # each leaf.
+        # XLA computes a division once, and repeats a cheaper operation in the kernel of
+        # each leaf: hence `1 / shift`.
         factors = (1 / shift, shift / scale.astype(dtype))
         if not jax.tree.leaves(self):
             return factors  # constants, as a fixed scale has no state
         return lax.platform_dependent(
             *factors, cpu=_in_one_array, default=lambda *factors: factors
         )
+
+
+def checks_gradients(update: T) -> T:
+    """Marks an `update` that checks all gradients, which a step then need not do.
+
+    The mark is on the function, not on the class, so a subclass that overrides `update`
+    loses it.
+    """
+    vars(update)["checks_gradients"] = True
+    return update
 
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:

@@ -13,7 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import messages, validation
-from optax_lossscale._arrays.precision import times
+from optax_lossscale._arrays.precision import precise_product
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
@@ -40,7 +40,7 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     except that a scale that would fall to `min_scale` or below stays as it is, and is
-    `exhausted`.
+    `exhausted`; one that would grow beyond float32's range stays as it is, too.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
@@ -54,9 +54,10 @@ class ToleranceLossScale(LossScale):
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      steps: steps since the scale last grew or backed off, or was due to but stayed at
-        a bound; int32, shape ().
-      overflows: overflows since it last backed off, or was due to; int32, shape ().
+      steps: steps since the scale last grew or backed off, or would have but for a
+        bound; int32, shape ().
+      overflows: overflows since the scale last backed off, or would have but for
+        `min_scale`; int32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -101,7 +102,7 @@ class ToleranceLossScale(LossScale):
         scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = times(scale, self.factor)
+        grown = precise_product(scale, self.factor)
         grown = jnp.where(grown <= validation.LARGEST, grown, scale)
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
@@ -121,7 +122,7 @@ class ToleranceLossScale(LossScale):
         overflows = optax.safe_increment(self.overflows)
         share = jnp.divide(overflows, steps)
         backs_off = share >= self.tolerance
-        lowered = times(scale, 1 / self.factor)
+        lowered = precise_product(scale, 1 / self.factor)
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)

@@ -51,7 +51,7 @@ class RollingSkipRule(SkipRule):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        assert value is not None  # as `needs_value` is True
+        assert value is not None  # for type checkers: `update` has checked it
         numbers = jnp.stack([norm, value])
         is_early = self.seen < self.least_history
         is_usual = jnp.all(self._are_usual(numbers))

@@ -1,6 +1,6 @@
 """The abstract skip rule, which judges finite steps by their gradient norm and loss.
 
-A loss scale skips steps whose gradients are not finite. A rule looks at the others:
+Steps whose gradients are not finite are skipped in any case. A rule judges the others:
 gradients that are finite, but far larger than usual, can undo what a model has learned.
 The step measures the norm and calls `update`, which asks the rule (`decide`) and keeps
 the counts that all rules have. So that a rule cannot stop training unnoticed, skipped
@@ -18,9 +18,8 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
 
 APPLIED_PER_SKIP = 20  # how many applied steps pay off the debt of a skipped one
-_MAX_DEBT = (
-    2**30
-)  # from here on, the debt stops growing, so its int32 never wraps around
+# From here on, the debt stops growing, so that its int32 never wraps around.
+_MAX_DEBT = 2**30
 
 
 class SkipRule(Stateful):
@@ -41,9 +40,8 @@ class SkipRule(Stateful):
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
       skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose norm is not 0 (the norm of numbers that are all
-        below about 1e-19 may count as 0). A rule may set it in `decide`, as that of
-        `skips.spikes` does where it applies a spike; int32, shape (); state.
+        with each one applied whose norm is not 0; int32, shape (); state. `decide` may
+        set it, as that of `skips.spikes` does where it applies a spike.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -129,7 +127,9 @@ class SkipRule(Stateful):
 
     def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
         """The debt after a step, from the one that `decide` left; int32, shape ()."""
-        is_nonzero = norm > 0  # a step whose norm is 0 teaches and pays off nothing
+        # A step whose norm is 0 teaches and pays off nothing. The norm of numbers that
+        # are all below about 1e-19 may be 0, too, as their squares underflow.
+        is_nonzero = norm > 0
         paid_off = jnp.maximum(self.skip_debt - is_nonzero.astype(jnp.int32), 0)
         grown = jnp.minimum(self.skip_debt, _MAX_DEBT) + APPLIED_PER_SKIP
         return jnp.where(should_apply, paid_off, grown)

@@ -1,9 +1,9 @@
 """The recommended rule, which skips steps far above the usual norm or loss.
 
-What is usual follows from order statistics of the last applied steps: the median, the
-upper quartile, and a value that several of them reached. A single spike hardly moves
-these, while it would move a mean and a standard deviation. All of it is computed with
-logarithms, so the scale of norms and losses does not matter.
+Order statistics of the last applied steps say what is usual: the median, the upper
+quartile, and a value that several steps reached. A single spike hardly moves them,
+while it would move a mean and a standard deviation. They are computed of logarithms, so
+the scale of norms and losses does not matter.
 """
 
 from functools import partial

@@ -18,7 +18,7 @@ class ThresholdSkipRule(SkipRule):
 
     Args:
       threshold: steps with a larger norm are skipped.
-      strict: whether to skip a step whose norm equals the threshold, too.
+      strict: whether a step is skipped also if its norm equals the threshold.
     """
 
     threshold: float = checked(validation.positive)

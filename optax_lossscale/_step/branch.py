@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._arrays.precision import strong
+from optax_lossscale._arrays.precision import strongly_typed
 from optax_lossscale._arrays.validation import is_traced
 from optax_lossscale._step.decision import Flag
 from optax_lossscale._step.inputs import StepInputs
@@ -40,8 +40,8 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """The results of a step: new parameters or updates, and the new inner state.
 
-    Without `jit`, `should_apply` is known, and Python branches, unless
-    `branch="select"`.
+    Without `jit`, `should_apply` is known. Then an applied step runs `update` alone,
+    and a skipped one runs it only with `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.
@@ -64,7 +64,7 @@ def apply_or_skip(
 
     def skipped(scaled, state):
         if update.to_params:
-            return jax.tree.map(strong, scaled.params), state.inner_state
+            return jax.tree.map(strongly_typed, scaled.params), state.inner_state
         updates, _ = jax.eval_shape(applied, scaled, state)
         return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 

@@ -5,10 +5,10 @@ A step is applied if
 1. its unscaled gradients are finite (unless `skip=None`), and the loss scale's `update`
    agrees, which by default checks the same;
 2. the true loss is finite, if the step is given one (unless `skip=None`);
-3. the skip rule, if there is one, does not take it for a spike.
+3. with a skip rule, the norm is finite in float32, that is, below 2**64, and the rule
+   does not take the step for a spike.
 
-Whether the gradients are finite, whether the loss scale agrees, and whether the loss is
-finite are a `Flag` each. The rule is asked last.
+The answers to 1 and 2 are `Flag`s. The rule is asked last.
 
 All replicas must decide alike, or their parameters would differ from then on. So with
 an `axis_name`, all that the decision depends on is first reduced over that axis: flags
@@ -32,8 +32,6 @@ from optax_lossscale._arrays.finite import (
 )
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.stateful import check_successor, choose
-from optax_lossscale._scales.headroom import HeadroomLossScale
-from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import StepInputs
@@ -43,12 +41,6 @@ Skip = SkipRule | Literal["nonfinite"]
 
 # A bool, shape (); or Python's True where nothing was checked
 Flag: TypeAlias = jax.Array | Literal[True]
-
-# The `update` methods of their own by which loss scales check the gradients. After any
-# other, such as that of a fixed scale, they are checked here. The methods are listed,
-# not their classes, as a class of the user's may inherit from these and override
-# `update`.
-_CHECKING = {HeadroomLossScale.update, LogMaxLossScale.update}
 
 
 def decide_step(
@@ -61,12 +53,12 @@ def decide_step(
 
     `state` is the state after the step, except for its inner state, which is still old.
 
-    The loss scale adapts to the gradients, unless the loss is not finite, or a rule
-    skips the step for its norm. Another scale would not have helped there, and a step
-    that is not applied should not bring the scale closer to growth.
+    The loss scale adapts to the gradients, unless the loss is not finite or a rule
+    skips the step. Another scale would not have helped there, and a step that is not
+    applied should not bring the scale closer to growth.
     """
     # No gradient flows through the decision.
-    grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
+    grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
     norm, grads_finite = _measure(grads, state, skip, axis_name)
     adapted, scale_agrees = _adapt(state.loss_scale, grads, grads_finite, axis_name)
     loss_finite: Flag = True
@@ -104,7 +96,8 @@ def _measure(
         norm, finite = norm_and_all_finite(grads)
         norm = across(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
-    checks_itself = type(state.loss_scale).update in _CHECKING
+    update = type(state.loss_scale).update
+    checks_itself = getattr(update, "checks_gradients", False)
     must_be_finite = skip is not None and not checks_itself
     if must_be_finite or _adapts_to_flag(state.loss_scale):
         return None, on_all_replicas(all_finite(grads), axis_name)
@@ -128,7 +121,7 @@ def _adapt(
 
 
 def _adapts_to_flag(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `update`, which checks, and calls `adjust`."""
+    """Whether a loss scale inherits `LossScale.update`, which only asks `adjust`."""
     return type(loss_scale).update is LossScale.update
 
 
@@ -142,8 +135,8 @@ def _ask_rule(
     """The skip rule after a step, and whether to apply the step.
 
     `may_apply` says whether the step would be applied without a rule. The rule is asked
-    at every step, as a compiled step cannot leave that out. But what it learns from a
-    step that is not finite is dropped, except that its `gradient_norm` becomes infinite.
+    at every step, which is cheaper than a branch. What it learns from a step that is
+    not finite is dropped, except that its `gradient_norm` becomes infinite.
     """
     is_finite = may_apply & jnp.isfinite(norm)
     if value is not None:
@@ -170,8 +163,8 @@ def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas that share a state could decide differently.
 
-    JAX's types show that under `shard_map`: `should_apply` then varies along an axis
-    along which the state does not.
+    JAX's types show it under `shard_map`, unless `check_vma=False`: `should_apply` then
+    varies along an axis along which the state does not.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state

@@ -31,7 +31,7 @@ LossScaleLike = (
 
 _SEVERAL = (
     "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
-    "once. To test a step that takes several states, make it a function of one of them."
+    "once. To use testing on a step with several states, make it a function of one."
 )
 
 
@@ -106,13 +106,14 @@ def get_loss_scale(state: Any) -> LossScale:
         `LossScale` itself.
 
     Returns:
-      The `LossScale`, made of arrays even where `nnx` keeps them in variables.
+      The `LossScale`, made of arrays even where `nnx` keeps them in variables. From a
+      stack of several models' states, it is a stack, too.
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one (`nnx` variables
         that two modules share count once).
-      ValueError: if something is wrapped around `with_loss_scale` that belongs inside
-        it, such as `optax.MultiSteps`.
+      ValueError: if `optax.MultiSteps`, `conditionally_transform`, `apply_if_finite`
+        or `contrib.mechanize` is wrapped around `with_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp, optax

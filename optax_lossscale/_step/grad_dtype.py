@@ -77,12 +77,7 @@ def _is_none(x: Any) -> bool:
 def _is_function(grad_dtype: Any) -> bool:
     """Whether this is a function to call, and not a dtype or a tree of dtypes.
 
-    A dtype such as `jnp.float16` is callable, and so may a tree be, such as an Equinox
-    module.
+    A dtype such as `jnp.float16` is callable, too.
     """
-    is_leaf = jax.tree_util.all_leaves([grad_dtype])
-    return (
-        is_leaf
-        and callable(grad_dtype)
-        and validation.dtype_or_none(grad_dtype) is None
-    )
+    is_function = validation.is_function(grad_dtype)
+    return is_function and validation.dtype_or_none(grad_dtype) is None

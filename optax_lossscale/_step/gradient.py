@@ -3,7 +3,7 @@
 `value_and_scaled_grad` differentiates the loss times the loss scale, and returns the
 loss itself beside the gradients. `scale_gradient` is for code that differentiates by
 itself: it returns the loss as it is, with a derivative that is multiplied by the loss
-scale. By the chain rule, all gradients of that loss are multiplied by it, too.
+scale. By the chain rule, all gradients of that loss are then multiplied by the scale.
 """
 
 import functools
@@ -48,8 +48,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         exactly one loss scale. No gradient flows into it.
 
     Returns:
-      The unchanged loss, shape (), in float32 or wider, as float16 may not hold the
-      gradient of the loss, which is the loss scale.
+      The unchanged loss, shape (), in float32 or wider. Backpropagation begins with the
+      loss scale in the dtype of the loss, and float16 may not hold it.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
@@ -57,8 +57,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         several, or one in which something comes after `with_master_weights`.
 
     Warns:
-      UserWarning: if the loss is float16, whose gradient, the loss scale, may become
-        infinite.
+      UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
+        infinite in float16.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,9 +101,9 @@ def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     is_low = highest is not None and highest < _INFINITE_IN_FLOAT16
     if getattr(loss, "dtype", None) == jnp.float16 and not is_low:
         messages.warn(
-            "the loss is float16, where its gradient, the loss scale, is infinite "
-            f"from {_INFINITE_IN_FLOAT16} on. Compute it in float32: jnp.mean((prediction - "
-            "target).astype(jnp.float32) ** 2)"
+            "the loss is float16, where a loss scale is infinite from "
+            f"{_INFINITE_IN_FLOAT16} on. Compute the loss in float32: "
+            "jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
         )
 
 
@@ -130,9 +130,9 @@ def value_and_scaled_grad(
       has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything
         else.
       grad_dtype: the dtype of the gradients. Wider floats among the differentiated
-        arguments are cast to it, and `fun` is called with the narrow ones. The model
-        itself computes in the widest dtype that its operations are given: for products
-        in 16 bits, pass `autocast(fun)`. One of:
+        arguments are cast to it, and `fun` is called with the narrow ones. This alone
+        does not make products 16 bits wide, as each operation computes in the widest
+        dtype among its inputs: for that, pass `autocast(fun)`. One of:
 
         - A dtype, such as `jnp.float16` for half the memory.
         - A tree of dtypes, with `None` for no cast, that is a prefix of the
@@ -156,8 +156,8 @@ def value_and_scaled_grad(
         with `nnx` and `scale_gradient`.
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
         several, or one in which something comes after `with_master_weights`.
-      ValueError: if `argnums` name an argument twice, when called also if one of them
-        counts from the end.
+      ValueError: if `argnums` name an argument twice; when called, also if they do so
+        by a negative number.
       ValueError: if `grad_dtype` has dtypes other than floating-point ones; when
         called, also if it is not a prefix of the differentiated argument, or if the
         argument has floats of another dtype of the same width.
@@ -238,9 +238,9 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
     """Raises if a function has an argument of the name of one of our keywords.
 
     A caller of `minimize` who passes `has_aux=…` may mean the loss function's own
-    argument of that name, which would not get it, even if it has a default. It is
-    allowed if `args`, the positional arguments that the function will be given, or a
-    `functools.partial` give it a value.
+    argument of that name, which would silently keep its default. The name is allowed if
+    `args`, the positional arguments that the function will be given, or a
+    `functools.partial` give that argument a value.
     """
     try:
         signature = inspect.signature(fun)

@@ -1,8 +1,8 @@
-"""The inputs of a step: gradients, parameters and loss, checked and completed.
+"""The inputs of a step: gradients, parameters and loss, validated and completed.
 
-`prepare` checks that they fit each other, and returns them as a `StepInputs`, still
-scaled. There, zeros stand for missing gradients. Those that a `mask` excludes are
-neither unscaled nor checked.
+`prepare` validates that they fit each other, and returns them as a `StepInputs`, still
+scaled, with zeros for missing gradients. The gradients that a `mask` keeps are then
+unscaled, and checked to be finite; those that it excludes are neither.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from optax_lossscale._step.missing_gradients import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step, checked and completed."""
+    """The inputs of a step, validated and completed."""
 
     grads: Any  # scaled or unscaled, with zeros where a gradient is missing
     params: Any  # None if the step was given none
@@ -45,11 +45,11 @@ class StepInputs:
     kept: tuple[bool, ...] | None = dataclasses.field(metadata={"static": True})
     missing: MissingGradients = dataclasses.field(metadata={"static": True})
 
-    def checked_grads(self) -> Any:
-        """The gradients that are unscaled and checked: those that the mask keeps.
+    def kept_grads(self) -> Any:
+        """The gradients that the mask keeps; all of them without a mask.
 
-        With a mask, they are a list with None in the places of the others. They are not
-        a tree then, as a node of the user's own may refuse None.
+        With a mask, they are a flat list with None for each excluded one. They are not
+        a tree, as a custom node may not accept None in place of an array.
         """
         if self.kept is None:
             return self.grads
@@ -60,25 +60,25 @@ class StepInputs:
         """A copy with unscaled gradients, in float32 or wider."""
         # A compiled step unscales in several branches; this traces it only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return self._with_checked(unscale(loss_scale, self.checked_grads()))
+        return self._with_kept(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in gradients and loss."""
         # What replaces a number depends on that number alone, not on the check. So XLA
-        # computes the norm of a clip inside in the same pass as the check.
-        numbers = (self.checked_grads(), self.value)
+        # can compute the norm for a clip in `inner` in the same pass as the check.
+        numbers = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, numbers)
-        return dataclasses.replace(self._with_checked(grads), value=value)
+        return dataclasses.replace(self._with_kept(grads), value=value)
 
-    def _with_checked(self, checked: Any) -> Self:
-        """A copy with these gradients in place of the checked ones.
+    def _with_kept(self, new_grads: Any) -> Self:
+        """A copy with new gradients in place of those that the mask keeps.
 
         Those that the mask excludes are converted to float32 if they are narrow.
         """
         if self.kept is None:
-            return dataclasses.replace(self, grads=checked)
+            return dataclasses.replace(self, grads=new_grads)
         leaves, structure = jax.tree.flatten(self.grads)
-        pairs = zip(leaves, checked, strict=True)
+        pairs = zip(leaves, new_grads, strict=True)
         grads = [at_least_float32(old) if new is None else new for old, new in pairs]
         return dataclasses.replace(self, grads=structure.unflatten(grads))
 
@@ -86,7 +86,7 @@ class StepInputs:
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> StepInputs:
-    """Checks and completes the inputs of a step; the gradients are still scaled."""
+    """The inputs of a step, validated and completed; the gradients are still scaled."""
     if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "

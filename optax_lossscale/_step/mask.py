@@ -1,8 +1,8 @@
 """The argument `mask`: gradients that are neither unscaled nor checked.
 
-They carry the new values of their parameters, as those of Flax's float8 scales do, and
-were not multiplied by the loss scale. The inner optimizer sees them as they are, beside
-the others.
+The mask excludes leaves that are not gradients but new values of their parameters, such
+as Flax's float8 scales, which the loss scale does not multiply. The inner optimizer
+sees them beside the unscaled gradients of the others.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._arrays.messages import refuse
+from optax_lossscale._arrays.validation import is_function
 
 # A bool; a tree of bools; or a function from the gradients to either. The types name
 # the usual containers; for others, use a function.
@@ -27,7 +28,7 @@ Mask: TypeAlias = (
 
 def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:
     """Whether the mask keeps each gradient, in the order of the leaves."""
-    if callable(mask):
+    if is_function(mask):
         mask = mask(grads)
         check_mask(mask)
     try:
@@ -41,7 +42,7 @@ def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:
 
 def check_mask(mask: Mask | None) -> None:
     """Raises unless a mask is None, a function, or a tree of bools."""
-    if callable(mask):
+    if is_function(mask):
         return
     for leaf in jax.tree.leaves(mask):
         if not isinstance(leaf, (bool, np.bool_)):

@@ -2,9 +2,10 @@
 
 The parameters of the model are 16-bit roundings of the numbers that are trained, and
 the optimizer's state keeps the remainder of each number, as `_arrays/rounding.py`
-splits it. A step joins both to the float32 number, lets the inner optimizer update
-that, and splits it again. The update that it returns is the difference of the rounded
-numbers.
+splits it. (The field `MasterWeightsState.master_weights` has the name of these numbers,
+but holds their remainders.) A step joins both to the float32 number, lets the inner
+optimizer update that, and splits it again. The update that it returns is the difference
+of the rounded numbers.
 
 `with_loss_scale` passes this transformation all parameters in float32, so it cannot
 tell which have 16 bits. `with_remainders` adds their remainders in `init`; from then
@@ -33,10 +34,11 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: what is kept of the float32 numbers that are trained, which
-        `weights` puts together: a tree like the parameters, of uint16 arrays for
-        bfloat16, the bits that these lack; of float32 arrays for float16, the numbers
-        themselves; and of `optax.MaskedNode()` for all others.
+      master_weights: the remainders, a tree like the parameters: what each 16-bit
+        parameter lacks to be the float32 number that is trained. For a bfloat16
+        parameter, that is the 16 further bits, a uint16 array. For a float16 one, it is
+        the float32 number itself. For all others, it is `optax.MaskedNode()`. For the
+        float32 numbers themselves, call `weights`.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -51,9 +53,10 @@ class MasterWeightsState(NamedTuple):
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`, with 16-bit parameters in float32. Of a parameter that
-          was changed since the last step, it is the new value; in bfloat16, the new
-          value plus the old further bits, to within half of its last place.
+          A tree like `params`, with the float32 numbers in place of 16-bit parameters.
+          If a parameter was changed since the last step, its new value counts: for
+          float16 exactly; for bfloat16 to within half of its last place, as the old
+          further bits are added to it.
         """
 
         def joined(param, remainder):
@@ -92,8 +95,8 @@ def with_master_weights(
     order is refused by the `init` of `with_loss_scale` around it, and by
     `value_and_scaled_grad` of such a state. A transformation of your own that changes
     its updates cannot be seen: what the parameters lack is lost at each step.
-    `testing.assert_scale_invariant` finds such a transformation for float16 parameters;
-    for bfloat16 ones, whose 16 bits tell nothing without the parameter, no test does.
+    `testing.assert_scale_invariant` finds such a transformation for float16 parameters,
+    but not for bfloat16 ones.
     Transformations before it in an `optax.chain` see rounded parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training"
@@ -253,7 +256,7 @@ def _rounded(
     new_weight = (weight + update).astype(jnp.float32)
     rounded, new_remainder = split(new_weight, narrow_dtype(remainder))
     param = at_least_float32(param)
-    # Of two equal infinities, the difference would be NaN.
+    # The difference of two equal infinities would be NaN.
     difference = jnp.where(rounded == param, 0, rounded - param)
     return _UpdateAndRemainder(difference, new_remainder)
 

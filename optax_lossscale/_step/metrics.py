@@ -9,7 +9,7 @@ from optax_lossscale._arrays.contexts import BLANK_METRICS
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import wrapper_state
+from optax_lossscale._step.state import loss_scale_state_in
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
@@ -20,18 +20,19 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
 
     Returns:
-      Scalars, shape (), by name; state of your own is returned in its own shape.
+      Scalars, shape (), by name; state of your own is returned in its own shape. For a
+      stack of several models' states, all have the axes of the stack in addition.
 
       - `loss_scale`, `log2_loss_scale`: float32.
-      - `exhausted`: whether the last step overflowed and the scale could not be
-        lowered; bool.
+      - `exhausted`: whether gradients overflowed and the scale could not be lowered, at
+        the last step that the scale adapted to; bool.
       - `should_apply`: whether the last step was applied; bool.
       - `skipped_steps`, `consecutive_skipped_steps`: int32.
       - The other public state of the loss scale: for a `DynamicLossScale`,
         `growth_counter`, the finite steps in a row since the last growth, and
         `hysteresis_left`.
       - With a skip rule, `gradient_norm`: the global norm of the unscaled gradients of
-        the last step, infinite if that was not finite; float32.
+        the last step, infinite if the step was not finite; float32.
       - With a skip rule, `skipped_by_rule`: how many steps it skipped whose gradients,
         norm and loss were finite; int32.
       - The other public state of the rule.
@@ -60,8 +61,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
-    wrapper = wrapper_state(state)
-    # `testing` sets it, so that metrics are no outputs that depend on the scale.
+    wrapper = loss_scale_state_in(state)
+    # `testing` sets it, so that metrics do not count as outputs that depend on the
+    # scale.
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
@@ -86,7 +88,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     return scalars
 
 
-@jax.jit  # Without it, every call would send its constants to the device.
+@jax.jit  # Without it, each eager call would copy the constants to the device.
 def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()

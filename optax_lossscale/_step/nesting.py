@@ -1,4 +1,9 @@
-"""What may not be around `with_loss_scale`, or after `with_master_weights`.
+"""Refuses some of Optax's wrappers where they would do harm.
+
+They are the four of `_AROUND` around `with_loss_scale`, and whatever changes the
+updates of `with_master_weights`. Transformations before or after `with_loss_scale` in a
+chain are not refused, though some do harm, too: one before it that sums up gradients
+keeps the NaN of an overflow, and one after it may move parameters at a skipped step.
 
 The nesting of a state shows how its optimizer is put together. The states of Optax's
 wrappers are known by the names of their classes, which are not imported: so this
@@ -15,7 +20,7 @@ from optax_lossscale._step.master_weights import is_master_weights_state
 from optax_lossscale._step.state import loss_scales_in
 
 # The states of wrappers that belong inside `with_loss_scale`: the wrapper's name, and
-# what it does around it
+# the harm that it does around `with_loss_scale`
 _AROUND = {
     "MultiStepsState": (
         "MultiSteps",
@@ -51,7 +56,7 @@ def name_in_optax(state: Any) -> str | None:
 
 
 def check_nothing_around(state: Any) -> None:
-    """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
+    """Raises if a wrapper of `_AROUND` is around `with_loss_scale`."""
     around = find_nodes(_is_around, state)
     if around:
         name, harm = _AROUND[type(around[0]).__name__]

@@ -52,21 +52,21 @@ def loss_scales_in(state: Any) -> list[LossScale]:
     return find_nodes(lambda x: isinstance(x, LossScale), state)
 
 
-def wrapper_states(state: Any) -> list[LossScaleState]:
+def loss_scale_states_in(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
 
-    A state that several places hold, made of the same variables, is returned once.
+    A state whose variables occur in several places is returned once.
     """
     states = find_nodes(lambda x: isinstance(x, LossScaleState), state)
     return [without_variables(x) for x in distinct_nodes(states)]
 
 
-def wrapper_state(state: Any) -> LossScaleState | None:
+def loss_scale_state_in(state: Any) -> LossScaleState | None:
     """The first `LossScaleState` in a state; None for a loss scale by itself.
 
     It is the only one if `get_loss_scale` has found that there is one loss scale.
     """
-    return next(iter(wrapper_states(state)), None)
+    return next(iter(loss_scale_states_in(state)), None)
 
 
 def check_state(state: Any) -> None:
@@ -80,7 +80,8 @@ def check_state(state: Any) -> None:
     dtype = dtype_of(state.should_apply)
     if dtype != np.bool_:
         raise TypeError(
-            f"the state's should_apply came back as {dtype}: a transformation around "
+            f"the state's should_apply came back as {dtype}, not as bool. Either a "
+            "checkpoint was restored into another dtype, or a transformation around "
             "the wrapper has computed with its state, as SAM's transparent mode does. "
             "Put it inside: with_loss_scale(optax.contrib.sam(…))"
         )

@@ -19,7 +19,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
-from optax_lossscale._arrays.precision import strong
+from optax_lossscale._arrays.precision import strongly_typed
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs, master_weights
@@ -33,17 +33,16 @@ from optax_lossscale._step.state import (
     check_configuration,
     check_inner_dtypes,
     check_state,
-    wrapper_states,
+    loss_scale_states_in,
 )
 from optax_lossscale._step.update import InnerUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """The `init` and `update` of `with_loss_scale`, whose arguments are its fields.
+    """The step of `with_loss_scale`, with the arguments of that function as fields.
 
-    An instance is itself the transformation's `update`, so that `apply_gradients` finds
-    the step there.
+    An instance is the transformation's `update`, where `apply_gradients` finds it.
     """
 
     inner: optax.GradientTransformation
@@ -74,7 +73,7 @@ class ScaledStep:
     def _init_inner(self, params: Any) -> Any:
         """The inner optimizer's state before the first step."""
         inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
-        if wrapper_states(inner_state):
+        if loss_scale_states_in(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
                 "its gradients divided by the loss scale twice: wrap the whole "
@@ -84,7 +83,7 @@ class ScaledStep:
         with_remainders = master_weights.with_remainders(
             inner_state, self.inner.init, params
         )
-        return jax.tree.map(strong, with_remainders)
+        return jax.tree.map(strongly_typed, with_remainders)
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
         """The transformation's `update`; returns `(updates, state)`."""

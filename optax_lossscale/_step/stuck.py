@@ -12,7 +12,7 @@ from optax_lossscale._arrays.validation import check_concrete, positive_int
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import LossScaleState, wrapper_state
+from optax_lossscale._step.state import LossScaleState, loss_scale_state_in
 
 _NOT_FINITE = "gradients or losses were not finite"
 _DIAGNOSE = (
@@ -23,10 +23,10 @@ _LOWER_FLOOR = (
     "If gradients are large but not broken, allow a smaller scale (min_scale)"
 )
 _RESTART_RULE = (
-    "If large norms are the new level, restart the rule, "
-    "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
-    "finds such a level by itself after max_skips steps, if max_consecutive_skips is "
-    "at least as many"
+    "If large norms are here to stay, restart the rule: "
+    "state._replace(skip_rule=tx.init(params).skip_rule). Or use skips.spikes(), which "
+    "accepts a new level after max_skips steps, if max_consecutive_skips is at least "
+    "as many"
 )
 
 
@@ -53,7 +53,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         may.
       ValueError: if the state holds no loss scale, or several, or if
         `max_consecutive_skips` is not an int of at least 1.
-      TypeError: if the state is that of an ensemble, or is traced.
+      TypeError: if the state is a stack of several models' states, or is traced.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -68,10 +68,10 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
           ...
       optax_lossscale.LossScaleError: gradients overflowed at a loss scale...
     """
-    positive_int("max_consecutive_skips", max_consecutive_skips)
+    most = positive_int("max_consecutive_skips", max_consecutive_skips)
     check_concrete("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
-    wrapper = wrapper_state(state)
+    wrapper = loss_scale_state_in(state)
     _check_one_model(loss_scale, wrapper)
     reason = None
     remedy = _DIAGNOSE
@@ -83,7 +83,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         if getattr(loss_scale, "min_scale", None) is not None:
             remedy = f"{_DIAGNOSE}. {_LOWER_FLOOR}"
     elif wrapper is not None:
-        reason = _too_many_skips(wrapper, max_consecutive_skips)
+        reason = _too_many_skips(wrapper, most)
         if wrapper.skip_rule is not None:
             remedy = f"{_DIAGNOSE}. {_RESTART_RULE}"
     if reason is None:
@@ -118,7 +118,7 @@ def _last_step(rule: SkipRule) -> str:
 
 
 def _check_one_model(loss_scale: LossScale, wrapper: LossScaleState | None) -> None:
-    """Raises a `TypeError` for the stacked state of an ensemble."""
+    """Raises a `TypeError` for a stack of several models' states."""
     number = loss_scale.loss_scale if wrapper is None else wrapper.should_apply
     shape = np.shape(number)
     if shape:

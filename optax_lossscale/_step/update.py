@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strongly_typed
 from optax_lossscale._arrays.validation import check_transformation
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.missing_gradients import as_inner_sees, update_or_zero
@@ -62,7 +62,7 @@ class InnerUpdate:
             result = missing.map_updates(param_or_update, params, result)
 
         def in_its_dtype(new, old):
-            return strong(new, dtype_of(old))
+            return strongly_typed(new, dtype_of(old))
 
         new_state = jax.tree.map(in_its_dtype, new_state, inner_state)
         return result, missing.slots_kept(self.inner.init, new_state, inner_state)
@@ -82,10 +82,10 @@ def _param_after(param: Any, update: Any) -> Any:
     A parameter whose update is None stays as it is.
     """
     if update is None:
-        return strong(param)
+        return strongly_typed(param)
     check_update_shape(param, update)
     new_param = optax.apply_updates(at_least_float32(param), update)
-    return strong(new_param, dtype_of(param))
+    return strongly_typed(new_param, dtype_of(param))
 
 
 def check_update_shape(param: Any, update: Any) -> None:

@@ -1,7 +1,8 @@
 """Keeping other values as they were if the step was skipped, such as batch statistics.
 
-A step that is skipped has run the forward pass, and what that computes, as well as what
-the training step computes from it, may hold the NaN for which the step was skipped.
+A skipped step has run the forward pass all the same. What the forward pass computes,
+and what the training step computes from that, may hold the NaN for which the step was
+skipped.
 """
 
 from typing import Any
@@ -12,9 +13,14 @@ from jax import lax
 
 from optax_lossscale._arrays.messages import shown
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import T, is_array_leaf, is_inexact_leaf, strong
+from optax_lossscale._arrays.precision import (
+    T,
+    is_array_leaf,
+    is_inexact_leaf,
+    strongly_typed,
+)
 from optax_lossscale._arrays.variables import variable_ids, without_variables
-from optax_lossscale._step.state import wrapper_states
+from optax_lossscale._step.state import loss_scale_states_in
 
 
 def where_applied(state: Any, new: T, old: T) -> T:
@@ -51,7 +57,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
       >>> print(ols.where_applied(state, {"mean": jnp.nan}, {"mean": 0.5}))
       {'mean': Array(0.5, dtype=float32)}
     """
-    states = wrapper_states(state)
+    states = loss_scale_states_in(state)
     if len(states) != 1:
         raise ValueError(
             f"expected exactly one LossScaleState, found {len(states)} in a "
@@ -74,10 +80,10 @@ def where_applied(state: Any, new: T, old: T) -> T:
             )
         if not is_array_leaf(old):
             return new
-        old = strong(old)
+        old = strongly_typed(old)
         new = jnp.asarray(new)
         _check_holds(old, new, path_name(path))
-        return lax.select(should_apply, strong(new, old.dtype), old)
+        return lax.select(should_apply, strongly_typed(new, old.dtype), old)
 
     arrays = jax.tree.map_with_path(
         chosen, without_variables(old), without_variables(new)

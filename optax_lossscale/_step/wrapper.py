@@ -71,10 +71,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """Takes one optimizer step, from scaled gradients to new parameters.
 
         It does the same as `update` and `optax.apply_updates`, but inside the branch
-        that applies or skips the step: on CPU, a compiled step never writes the
-        unscaled gradients and the updates to memory. An `optax.chain` around the
-        wrapper does not have this method: there, call `update` and
-        `optax.apply_updates`.
+        that applies or skips the step. There, XLA can fuse all of it on CPU, so that
+        neither the unscaled gradients nor the updates need to be written to memory. An
+        `optax.chain` around the wrapper does not have this method: there, call `update`
+        and `optax.apply_updates`.
 
         Args:
           scaled_grads: gradients of the scaled loss; a tree like `params`. Where a
@@ -219,22 +219,26 @@ def with_loss_scale(
 
     Each step divides the gradients by the loss scale, checks that they are finite, lets
     `inner` update the parameters or skips the step, and adapts the loss scale. `inner`
-    sees unscaled gradients in float32 or wider, and parameters and state likewise. So a
-    transformation that depends on the size of gradients, such as a clip, belongs
-    inside: `with_loss_scale(optax.chain(clip, optimizer))`.
+    sees unscaled gradients in float32 or wider, and parameters and state likewise. So
+    put the whole optimizer inside: `with_loss_scale(optax.chain(clip, optimizer))`. In
+    a chain, a transformation before the wrapper sees scaled gradients; one that sums
+    them up, such as `optax.trace`, keeps the NaN of an overflow for good. A
+    transformation after the wrapper may move the parameters at a skipped step, as
+    weight decay and `optax.ema` do.
 
     *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
-    applied. With `"select"`, it runs at every step, and sees zeros in place of numbers
-    that are not finite, except in gradients that `mask` excludes, and with `skip=None`.
-    So use `"cond"` if `inner` has side effects, such as a callback, or is expensive,
-    such as an `eigh`.
+    applied. With `"select"`, it runs at every step, and sees zeros in place of NaN and
+    infinities, unless `skip=None` (and never in gradients that `mask` excludes). So use
+    `"cond"` if `inner` has side effects, such as a callback, or is expensive, such as
+    an `eigh`.
 
     *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
     not finite, and a skip rule uses their largest norm and mean loss. If replicas
     decide independently, a collective inside `inner` deadlocks under `branch="cond"`.
-    Reduce the gradients with `pmean` yourself; but under `shard_map`, which sums the
-    gradients of replicated parameters, reduce the loss instead: `pmean(loss_fn(…),
-    axis_name)`.
+    Reduce the gradients with `pmean` yourself. Under `shard_map`, JAX already sums the
+    gradients of replicated parameters, so there take the mean of the loss instead,
+    `pmean(loss_fn(…), axis_name)`. But with `check_vma=False`, nothing is summed:
+    reduce the gradients, as under `pmap`.
 
     Args:
       inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner,
@@ -245,8 +249,8 @@ def with_loss_scale(
         decide together. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
         a function that returns one for them. Gradients marked False are neither unscaled
-        nor checked. That is for those that carry the new value of their parameter, with
-        which `inner` overwrites it, such as Flax's float8 scales: `mask={"params": True,
+        nor checked. That is for leaves that are not gradients but new values of their
+        parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
         in each kernel that computes a result; or None, by the one that avoids copies on
@@ -257,11 +261,12 @@ def with_loss_scale(
         - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not, if
           it is passed to the step as `value`; whatever the loss scale is.
         - A rule from `skips`: the same steps, and finite ones that the rule takes for
-          spikes. A spike leaves the loss scale as it was, as if there had been no step.
-          So does a step whose squared gradients sum to infinity in float32; it does
-          not count as skipped by the rule. The rule sees the global norm of the
-          unscaled gradients that `mask` keeps, and the loss, passed as `value` or, as
-          in MaxText and Levanter, as `loss`. (Without a rule, `loss` is not looked at.)
+          spikes. The rule sees the global norm of the unscaled gradients that `mask`
+          keeps, and the loss, passed as `value` or, as in MaxText and Levanter, as
+          `loss`. (Without a rule, `loss` is not looked at.) A spike leaves the loss
+          scale as it was, as if there had been no step. A step whose norm is 2**64 or
+          more, infinite in float32, is skipped in the same way, but does not count as
+          skipped by the rule.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is not looked at, and with a fixed loss scale or none *nothing is
           checked*: an overflow writes NaN into the parameters.

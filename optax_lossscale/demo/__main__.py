@@ -1,8 +1,8 @@
 """Trains a transformer in float32, and in float16 with and without loss scaling.
 
 The loss is a mean over a global batch of 1024 micro-batches, so gradients underflow in
-float16. A step computes the loss of one micro-batch and lets it stand for all of them:
-its unscaled gradient is multiplied by 1024.
+float16. To save time, each step computes one micro-batch only, and multiplies its
+unscaled gradient by 1024.
 """
 
 import argparse
@@ -30,28 +30,35 @@ HEADER = f"""\
 | --- | ---: | ---: | ---: |"""
 
 
-def in_float32(params, tokens):
+def loss_in_float32(params, tokens):
     """One micro-batch's term of the mean loss: its loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 
-in_float16 = ols.autocast(in_float32)
+loss_in_float16 = ols.autocast(loss_in_float32)
 
 # Each run has a loss function and a loss scale. The dynamic one grows after 15 steps
 # instead of 2000, to show in a short run how it adapts.
 RUNS = {
-    "float32": (in_float32, None),
-    "float16, no loss scaling": (in_float16, None),
-    "float16, fixed scale": (in_float16, 128),
-    "float16, dynamic scale": (in_float16, ols.DynamicLossScale(growth_interval=15)),
+    "float32": (loss_in_float32, None),
+    "float16, no loss scaling": (loss_in_float16, None),
+    "float16, fixed scale": (loss_in_float16, 128),
+    "float16, dynamic scale": (
+        loss_in_float16,
+        ols.DynamicLossScale(growth_interval=15),
+    ),
 }
 
 
 def make_train_step(loss_fn, loss_scale, steps):
     """Makes the wrapped optimizer, and a compiled training step that uses it."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        0.0, 3e-3, steps // 10, steps + 1
+    )
     optimizer = optax.chain(
-        optax.scale(MICRO_BATCHES), optax.clip_by_global_norm(1.0), optax.adamw(rate)
+        optax.scale(MICRO_BATCHES),
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate),
     )
     tx = ols.with_loss_scale(optimizer, loss_scale)
 

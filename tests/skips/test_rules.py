@@ -178,7 +178,7 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         (lambda: skips.drop_norm_by_grad_norm_ema(5.0), "^multipliers must"),
         (
             lambda: skips.drop_norm_by_grad_norm_stddev(multipliers=(1, -1)),
-            "multipliers",
+            "^multipliers must be a tuple of positive numbers, got -1",
         ),
         (lambda: skips.drop_norm_by_grad_norm_stddev(min_count=-1), "min_count"),
         (

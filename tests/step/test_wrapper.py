@@ -4,6 +4,7 @@ import pickle
 import types
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -428,6 +429,15 @@ def test_leaves_masked_out_are_neither_unscaled_nor_checked(way, callable_mask):
     assert state.should_apply
     grads["w"] = grads["w"].at[0].set(jnp.nan)
     _, state = jax.jit(way(tx))(grads, state, params)
+    assert not state.should_apply
+
+
+def test_a_mask_that_is_a_callable_tree_is_not_called():
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    mask = jax.tree.map(lambda _: True, model)
+    tx = ols.with_loss_scale(optax.sgd(1.0), LS, mask=mask)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), model)
+    _, state = tx.apply_gradients(grads, tx.init(model), model)
     assert not state.should_apply
 
 
