@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale.testing._carry import Carry
 from optax_lossscale.testing._experiment import Experiment
-from optax_lossscale.testing._numbers import Path, equal
+from optax_lossscale.testing._numbers import Path
 from optax_lossscale.testing._output_names import listed
 from optax_lossscale.testing._trial import Trial
 
@@ -61,12 +61,13 @@ def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
 
 
 def changed(trial: Trial, carry: Carry) -> list[Path]:
-    """The outputs in `carry` that differ from their arguments."""
-    outputs = trial.outputs
+    """The outputs in `carry` that differ from their arguments in any number."""
+    given = trial.given_fingerprints
+    returned = trial.output_fingerprints
     return [
         output
         for output, argument in carry.items()
-        if output in outputs and not equal(outputs[output], trial.given[argument])
+        if output in returned and returned[output] != given[argument]
     ]
 
 
