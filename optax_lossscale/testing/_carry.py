@@ -160,7 +160,9 @@ def _with_trees(known, ranks, experiment):
     """The carry with all arrays of its trees, and of other trees of their form.
 
     For example, if a step returns `{"mean": …, "var": …}` of batch statistics, and its
-    mean is known to come back, so does its variance.
+    mean is known to come back, so does its variance. Another tree of this form is left
+    out if one of its outputs depends on its argument: as it was not matched, it does not
+    follow it, and is a prediction or the like. Trees with an optimizer's counts are not.
     """
     baseline = experiment.baseline
     made = baseline.output_fingerprints
