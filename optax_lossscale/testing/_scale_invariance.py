@@ -55,8 +55,8 @@ def assert_scale_invariant(
     A correct step multiplies the loss by the loss scale and divides the gradients by
     it, so its outputs are the same at any loss scale, except for underflow. In a wrong
     step the two do not cancel. Training may not show it, as the updates of Adam hardly
-    depend on the size of the gradients. Put this into your
-    tests, with the step that you train with, its first state and a small batch.
+    depend on the size of the gradients. Put this into your tests, with the step that
+    you train with, its first state and a small batch.
 
     It runs the step some thirty times on copies of its arguments. At falling loss
     scales, powers of two, it looks for outputs that follow a power of the scale, or
@@ -111,9 +111,9 @@ def assert_scale_invariant(
     experiment = Experiment("assert_scale_invariant", step, args, kwargs)
     if isinstance(experiment.loss_scale, FixedLossScale):
         raise ValueError(
-            "a FixedLossScale, which is also what a number or None stands for, cannot be "
-            "varied: compiled steps hold it as a constant. Test the step with a loss scale "
-            "that adapts, such as DynamicLossScale(): the rest is the same"
+            "a FixedLossScale cannot be varied, as compiled steps hold it as a constant; "
+            "a number or None stands for one. Test the step with a loss scale that "
+            "adapts, such as DynamicLossScale(): the rest is the same"
         )
     fault = _fault(experiment, ignore)
     if fault:
@@ -250,10 +250,9 @@ def _at_growth(experiment, sweep):
         grown = growing.outputs.get(path, numbers)
         is_float = numbers.dtype == np.float64
         change = norm(difference(grown, numbers))
+        is_other = change > sweep.negligible(path, numbers)
         becomes_not_finite = is_finite(numbers) and not is_finite(grown)
-        if is_float and (
-            change > sweep.negligible(path, numbers) or becomes_not_finite
-        ):
+        if is_float and (is_other or becomes_not_finite):
             changing.append(path)
     return listed(_AT_GROWTH, changing, _ADAPTED)
 
