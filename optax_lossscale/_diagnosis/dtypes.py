@@ -70,8 +70,14 @@ class Operation(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it computes in, which is that of its widest operand."""
-        return max(self.operands, key=lambda dtype: dtype.itemsize)
+        """The dtype that it computes in: that of its widest operand.
+
+        It is float32 for float16 with bfloat16, neither of which holds the other.
+        """
+        dtypes = self.operands
+        if HALVES.issubset(dtypes):
+            dtypes = *dtypes, np.dtype(np.float32)
+        return max(dtypes, key=lambda dtype: dtype.itemsize)
 
     @property
     def is_widened(self) -> bool:

@@ -2,20 +2,22 @@
 
 A training step takes parameters, moments and batch statistics, and returns new ones,
 but nothing says which output is the new value of which argument. So it is found out by
-experiment, from trials with perturbed arguments. The new value of an array changes
-along with it, has its size, and is in a similar place in its tree. That does not hold
-for a loss or a prediction.
+experiment, from trials with perturbed arguments.
 
-Some arrays do not show it. A hidden state that a recurrent layer has turned is known by
-its position. And at the first step, an average whose first value is a copy does not
-depend on its old value. So if one array of a tree comes back in a returned tree of the
-same form, all are taken to, and so are those of other trees of this form, in their
-order.
+Three rules find it:
+1. An output that changes along with an argument of its size, in a similar place in its
+   tree, is its new value. That does not hold for a loss or a prediction.
+2. An output that depends on the argument at its own position, and is the same at an
+   overflow, is its new value, such as a hidden state that a recurrent layer has turned.
+3. If one array of a tree has been matched with one in a tree of the same form, so are
+   the others in both, and so are other trees of this form, in order. An average that
+   is first set to a copy does not depend on its old value, and is only found like this.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,23 +26,35 @@ from optax_lossscale.testing._numbers import Path, difference, equal, norm
 
 Carry = dict[Path, Path]  # the paths of arguments by those of their new values
 
-# An output follows an argument if the cosine of their changes is larger, and if they are
-# more alike than this. In a moving average, most of a change is lost.
-_COSINE = 0.5
-_FOLLOWS = 0.1
-_ROUNDING = 1e-4  # a change that is smaller, relatively, may come from rounding
+_LEAST_COSINE = 0.5  # of the changes of an output and of the argument that it follows
+# The least likeness of the two changes. It is low, as a moving average keeps little of
+# a change.
+_LEAST_LIKENESS = 0.1
+_LEAST_DEPENDENCE = 1e-4  # a change that is smaller, relatively, may come from rounding
+
+
+class Rank(NamedTuple):
+    """How well an output and an argument on which it depends match; higher is better.
+
+    Attributes:
+      depth: the length of the shorter one of their paths.
+      likeness: how alike their changes are, from 0 to 1.
+    """
+
+    depth: int
+    likeness: float
 
 
 def find_carry(experiment: Experiment) -> Carry:
     """The outputs that come back, each with its argument.
 
-    Raises a `ValueError` if none does.
+    Raises a `ValueError` if none does, and no loss scale or state comes back either.
     """
     baseline = experiment.baseline
-    likeness = _likeness(experiment.perturbed)
+    ranks = _ranks(experiment.perturbed)
     in_place = {path: path for path in baseline.outputs if path in baseline.given}
-    carry = _with_closest(in_place, likeness, experiment)
-    carry = _with_trees_alike(carry, likeness, experiment)
+    carry = _with_best_matches(in_place, ranks, experiment)
+    carry = _with_trees(carry, ranks, experiment)
     if not carry and baseline.is_silent:
         raise ValueError(
             "nothing that the step is given comes back from it: let it return its new "
@@ -54,7 +68,7 @@ def within(
     outputs: Iterable[Path],
     arguments: Collection[Path],
 ) -> Carry:
-    """Those of some outputs that come back as new values of some arguments."""
+    """The part of `carry` from these outputs to these arguments."""
     return {
         output: carry[output]
         for output in outputs
@@ -62,65 +76,67 @@ def within(
     }
 
 
-def _likeness(perturbed):
-    """How much outputs are like the arguments on which they depend, by both paths.
+def _ranks(perturbed):
+    """The rank of each output with each argument on which it depends, by both paths.
 
-    That is the length of the shorter path, and the likeness of their changes. Of
-    several pairs of trials, the one counts in which they are most alike: at some loss
+    Of several pairs of trials, the one with the highest rank counts: at some loss
     scales, the step may make NaNs, or change numbers by far more.
     """
-    likeness = {}
+    ranks = {}
     for trial, other in perturbed:
         moved = [x for x in trial.given if not equal(trial.given[x], other.given[x])]
         for argument, output in product(moved, trial.outputs):
-            if output not in other.outputs or not _are_alike(output, argument):
+            if output not in other.outputs or not _may_match(trial, output, argument):
                 continue
             of_argument = difference(other.given[argument], trial.given[argument])
             of_output = difference(other.outputs[output], trial.outputs[output])
-            if of_argument.size == of_output.size and _depends(of_output, of_argument):
+            if _depends(of_output, of_argument):
                 depth = min(len(output), len(argument))
-                rank = depth, _likeness_of_changes(of_argument, of_output)
-                known = likeness.get((output, argument), rank)
-                likeness[output, argument] = max(rank, known)
-    return likeness
+                rank = Rank(depth, _likeness(of_argument, of_output))
+                known = ranks.get((output, argument), rank)
+                ranks[output, argument] = max(rank, known)
+    return ranks
 
 
-def _are_alike(output, argument):
-    """Whether the paths of an output and of an argument end in the same keys.
+def _may_match(trial, output, argument):
+    """Whether an output has the size of an argument, and paths with the same last keys.
 
     The first two keys, such as `args` and 0, do not count, nor do those by which one
     path is longer.
     """
+    size = trial.output_fingerprints[output].size
+    if size != trial.given_fingerprints[argument].size:
+        return False
     inner = min(len(output) - 2, len(argument) - 2)
     return inner <= 0 or output[-inner:] == argument[-inner:]
 
 
 def _depends(of_output, of_argument):
     """Whether an output changes with an argument by more than rounding."""
-    return norm(of_output) > _ROUNDING * norm(of_argument)
+    return norm(of_output) > _LEAST_DEPENDENCE * norm(of_argument)
 
 
-def _likeness_of_changes(x, y):
-    """How alike two changes are: 1 if they are the same.
+def _likeness(x, y):
+    """How alike two changes are: 2x·y / (x·x + y·y).
 
-    It is their cosine if they are of one size, and less otherwise; 0 if the cosine is
-    too small.
+    It is 1 for equal changes, and the cosine for changes of equal norm. It is 0 if the
+    cosine is not above `_LEAST_COSINE`.
     """
     along = x @ y
     x_square = x @ x
     y_square = y @ y
-    if along <= _COSINE * np.sqrt(x_square * y_square):
+    if along <= _LEAST_COSINE * np.sqrt(x_square * y_square):
         return 0
     return 2 * along / (x_square + y_square)
 
 
-def _with_closest(known, likeness, experiment):
-    """The carry with more outputs, each with the argument that it is most like."""
+def _with_best_matches(known, ranks, experiment):
+    """The carry with more outputs, each with the argument that it matches best."""
     carry = dict(known)
     taken = set(known.values())
-    for output, argument in sorted(likeness, key=likeness.get, reverse=True):
-        _, of_changes = likeness[output, argument]
-        comes_back = of_changes > _FOLLOWS or _is_in_order(output, argument, experiment)
+    for output, argument in sorted(ranks, key=ranks.get, reverse=True):
+        follows = ranks[output, argument].likeness > _LEAST_LIKENESS
+        comes_back = follows or _is_in_order(output, argument, experiment)
         if comes_back and output not in carry and argument not in taken:
             carry[output] = argument
             taken.add(argument)
@@ -128,50 +144,63 @@ def _with_closest(known, likeness, experiment):
 
 
 def _is_in_order(output, argument, experiment):
-    """Whether an output has the position of an argument, and no gradient is in it.
+    """Whether an output has an argument's position, and is the same at an overflow.
 
     A step returns what it carries in the order in which it takes it, so an output that
-    depends on the argument in its position is its new value. A single number may be a
-    loss.
+    depends on the argument in its position is its new value, if no gradient is in it.
+    A single number may be a loss.
     """
-    numbers = experiment.baseline.outputs[output]
-    at_overflow = experiment.overflowing[-1].outputs.get(output)
+    usual = experiment.baseline.output_fingerprints[output]
+    at_overflow = experiment.overflowing[-1].output_fingerprints.get(output)
     is_in_order = output[1:] == argument[1:]
-    return is_in_order and numbers.size > 1 and np.array_equal(numbers, at_overflow)
+    return is_in_order and usual.size > 1 and usual == at_overflow
 
 
-def _with_trees_alike(known, likeness, experiment):
-    """The carry with all outputs of its trees, and of other trees of their form.
+def _with_trees(known, ranks, experiment):
+    """The carry with all arrays of its trees, and of other trees of their form.
 
-    A result that depends on an argument, but does not follow it, is not its new value.
-    Counts in an optimizer's state come back with it.
+    For example, if a step returns `{"mean": …, "var": …}` of batch statistics, and its
+    mean is known to come back, so does its variance. Another tree of this form is left
+    out if one of its outputs depends on its argument: as it was not matched, it does not
+    follow it, and is a prediction or the like. Trees with an optimizer's counts are not.
     """
     baseline = experiment.baseline
-    returned = {path: x for path, x in baseline.outputs.items() if path[0] == RESULT}
+    made = baseline.output_fingerprints
+    returned = {path: x for path, x in made.items() if path[0] == RESULT}
     results = _forms(returned, shallowest=1)
-    arguments = _forms(baseline.given, shallowest=2)
+    arguments = _forms(baseline.given_fingerprints, shallowest=2)
     matched = {
         output: argument
         for output, argument in _trees_around(known)
         if results.get(output) == arguments.get(argument, ())
     }
-    known_forms = {results[output] for output in matched}
     carry = dict(known)
-    for output, argument in [*matched.items(), *_others(results, arguments, matched)]:
+    for output, argument in matched.items():
+        carry = _pairs_inside(output, argument, results[output]) | carry
+    known_forms = {results[output] for output in matched}
+    for output, argument in _others(results, arguments, matched):
         form = results[output]
-        pairs = {output + inner: argument + inner for inner, _ in form}
-        has_counts = not experiment.counts.isdisjoint(pairs.values())
-        depends = not likeness.keys().isdisjoint(pairs.items())
-        is_alike = form in known_forms and not depends
-        if output in matched or has_counts or is_alike:
+        pairs = _pairs_inside(output, argument, form)
+        is_like_known = form in known_forms and ranks.keys().isdisjoint(pairs.items())
+        if is_like_known or _has_counts(pairs, experiment):
             carry = pairs | carry
     return carry
 
 
-def _forms(arrays, shallowest):
+def _pairs_inside(output, argument, form):
+    """The arrays of an output tree, each with that of an argument tree in its place."""
+    return {output + inner: argument + inner for inner, _ in form}
+
+
+def _has_counts(pairs, experiment):
+    """Whether an optimizer's counts are among the arguments of these pairs."""
+    return not experiment.counts.isdisjoint(pairs.values())
+
+
+def _forms(fingerprints, shallowest):
     """The form of each tree, by its path: the paths and sizes of the arrays inside."""
     trees = defaultdict(set)
-    for path, x in arrays.items():
+    for path, x in fingerprints.items():
         for depth in range(shallowest, len(path)):
             trees[path[:depth]].add((path[depth:], x.size))
     return {top: frozenset(tree) for top, tree in trees.items()}
@@ -188,7 +217,10 @@ def _trees_around(carry):
 
 
 def _others(results, arguments, matched):
-    """Pairs of the other trees of one form, in order, if there are as many of both."""
+    """Pairs of the other output and argument trees of one form, in order.
+
+    There must be as many of both.
+    """
     outputs_of = defaultdict(list)
     for top, form in results.items():
         if top not in matched:

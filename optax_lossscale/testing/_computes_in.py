@@ -1,4 +1,4 @@
-"""The assertion that a training step computes its products in the intended dtype."""
+"""The assertion that matrix products and convolutions are in the intended dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -78,8 +78,9 @@ _WRONG = """\
 {number} of {total} matrix products and convolutions compute in another dtype than {dtype}:
 {rows}
 The first of them in the program is at {source}.
-A product is computed in the widest dtype that it is given. Call the loss function through
+A product is computed in the widest dtype that it is given, one of float16 with bfloat16 in
+float32. Call the loss function through
 ols.autocast, which computes the products of a float32 model in 16 bits. Or cast both operands to
-{dtype}, or give the module dtype=jnp.{dtype}: where one was converted for it (as in
-float16→float32), the other is the one to cast. To keep a product wide, compute it with
+{dtype}, or give the module dtype=jnp.{dtype}: if the list shows float16→float32 for
+one operand, cast the other. To keep a product wide, compute it with
 precision=jax.lax.Precision.HIGHEST or under jax.default_matmul_precision("highest")."""

@@ -19,7 +19,7 @@ from optax_lossscale.testing._sweep import Sweep
 
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
 # How far apart the slopes of neighbours may be, relatively. Changes by rounding in
-# float16 may have any slopes, which are hardly ever that close three times in a row.
+# float16 may have any slopes, which are hardly ever that close at three neighbours.
 _TOLERANCE = 0.02
 # Float16 has 40 exponents between overflow and zero. Down to this far below the highest
 # loss scale, few gradients underflow, and those are small.
@@ -43,10 +43,7 @@ def powers(sweep: Sweep) -> dict[Path, float]:
 
 
 def _is_linear(values, x):
-    """Whether four neighbouring rows of values are a linear function of x.
-
-    The function is not constant.
-    """
+    """Whether some four neighbouring rows are a linear, non-constant function of x."""
     slopes = _steps(values) / np.diff(x)[:, None]
     steepness = norm(slopes)
     least_steep = np.minimum(steepness[:-1], steepness[1:])
@@ -57,11 +54,11 @@ def _is_linear(values, x):
 
 
 def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
-    """The outputs that change by more than underflow explains, by path.
+    """By path, where each output changes by more than underflow explains.
 
-    Each with the exponents of the loss scales between which it first does, the higher
-    one first. A step in which all gradients can underflow is judged by its higher loss
-    scales.
+    The values are the exponents of the highest two neighbouring loss scales between
+    which it does, the higher one first. Other outputs are left out. A step in which all
+    gradients can underflow is judged by its higher loss scales.
     """
     exponents = sweep.exponents
     reach = _REACH if sweep.underflowed else np.inf
@@ -86,7 +83,8 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
 def _underflows(sweep, path):
     """Which numbers underflow between which loss scales; bools, (scales - 1, numbers).
 
-    At the lower one a number is as it is without gradients, and not at the higher one.
+    A number underflows between two scales if it equals its value without gradients at
+    the lower one, and differs from it at the higher one.
     If the output is a single number, it may be a flag of how large gradients are, and
     does not count.
     """

@@ -29,15 +29,16 @@ from optax_lossscale._step.state import LossScaleState, loss_scales_in
 from optax_lossscale.testing._numbers import (
     Path,
     arrays_in,
-    flat,
+    fingerprint,
     nodes_in,
     replicas_differ,
+    sample,
 )
 from optax_lossscale.testing._trial import Trial
 
 RESULT = DictKey("result")  # the first key of what the step returns
 _HIGH = 126  # the exponent of a finite loss scale at which most gradients overflow
-_PERTURBATION = 2.0**-4  # of a number, relatively, or absolutely if it is zero
+_PERTURBATION = 2.0**-4  # relative to the number; of zero, the perturbation itself
 
 
 class Experiment:
@@ -50,7 +51,7 @@ class Experiment:
       has_state: whether a state of loss scaling is among the arguments.
       floats: the floating-point and complex arrays among the arguments, by their paths.
         A Python number, such as a rate, is no array.
-      counts: the paths of integers in states of Optax's, such as Adam's count.
+      counts: the paths of the integers in Optax's own states, such as Adam's `count`.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Experiment:
     def overflowing(self) -> list[Trial]:
         """Trials at loss scales at which gradients overflow.
 
-        The last one is at an infinite loss scale, where all gradients do, unless the
-        step raises an error there.
+        The last one is at an infinite loss scale, where all gradients overflow. If the
+        step raises an error there, the last one is at 2**126.
         """
         if not jax.tree.leaves(self.loss_scale):
             return [self.trial(self.loss_scale, is_infinite=True)]
@@ -126,8 +127,8 @@ class Experiment:
     def to_be_skipped(self) -> list[Trial]:
         """The trials that overflow, and those with perturbed arguments.
 
-        Where moments are zero, as before the first step, an optimizer that runs on
-        zeros leaves no trace. It does with perturbed arguments.
+        Where Adam's moments are zero, an update that was wrongly run on zero gradients
+        changes nothing. With perturbed moments it does.
         """
         return self.overflowing + [other for _, other in self.perturbed]
 
@@ -151,13 +152,16 @@ class Experiment:
     ) -> Trial:
         """Runs the step with this loss scale, and with other numbers at some paths.
 
-        `is_infinite` says whether the loss scale is infinite; then those that are fixed
-        are, too.
+        `is_infinite` says whether this loss scale is infinite. If so, fixed loss scales
+        are made infinite as well.
         """
         loss_scale = jax.device_get(loss_scale)
         others = {**numbers, **self._numbers_of(loss_scale)}
         arguments = _copied(self._arguments, others)
-        given = _flat(arrays_in(arguments))
+        given = arrays_in(arguments)
+        # They are read before the step may donate them.
+        given_numbers = _samples(given)
+        given_fingerprints = _fingerprints(given)
         # These arrays are kept alive, so that no output gets the id of one of them.
         old = jax.tree.leaves(without_variables(arguments))
         with (
@@ -175,8 +179,10 @@ class Experiment:
         return Trial(
             loss_scale=loss_scale,
             is_infinite=is_infinite,
-            given=given,
-            outputs=_flat(outputs),
+            given=given_numbers,
+            given_fingerprints=given_fingerprints,
+            outputs=_samples(outputs),
+            output_fingerprints=_fingerprints(outputs),
             loss_scales=jax.device_get(list(loss_scales.values())),
             states=jax.device_get(list(states.values())),
             more_skipped=_skipped_steps(states) - self._skipped_steps,
@@ -219,10 +225,10 @@ def _adaptive_in(tree):
 
 
 def _made(parts, old):
-    """The parts of the result, and those of the arguments with an array not in `old`.
+    """What the step made: all that it returned, and arguments with a new array.
 
-    The step made them. It may return `old` arrays if it is not compiled. Those that it
-    does not return it may have donated, and then they cannot be read.
+    An array is new if it is not in `old`. Arguments that the step left as they were are
+    passed over: it may have donated them, and then they cannot be read.
     """
     old_ids = set(map(id, old))
     made = {}
@@ -233,9 +239,14 @@ def _made(parts, old):
     return made
 
 
-def _flat(arrays):
-    """The numbers of each array, flat."""
-    return {path: flat(x) for path, x in arrays.items()}
+def _samples(arrays):
+    """The sampled numbers of each array, flat."""
+    return {path: sample(x) for path, x in arrays.items()}
+
+
+def _fingerprints(arrays):
+    """The fingerprint of each array."""
+    return {path: fingerprint(x) for path, x in arrays.items()}
 
 
 def _perturbed(x, random):
@@ -261,7 +272,7 @@ def _copied(arguments, numbers):
 
 
 def _copy(x, number):
-    """A copy of a leaf; with `number`, an array of its type and placement for that."""
+    """A copy of a leaf or, given `number`, that number with its dtype and sharding."""
     if number is None:
         return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
     if isinstance(x, jax.Array):

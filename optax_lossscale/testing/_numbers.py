@@ -1,11 +1,15 @@
 """The numbers that a step's arguments or outputs hold, flat and on the host.
 
-Only types and paths tell what a number is. The loss scale is what is inside a
-`LossScale`, and no other number that has its name or its value, or shares its array.
+Numbers are told apart by type and path only: a loss scale is what a `LossScale` holds,
+and an array elsewhere with the same value, name or buffer is not one.
+
+Of a large array, only a sample of the numbers is kept, with a fingerprint of them all.
+The sample shows by how much the array changes, the fingerprint whether it changes.
 """
 
+import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +24,11 @@ Path = tuple[Any, ...]  # of JAX's keys
 Numbers = dict[Path, np.ndarray]  # flat arrays by their paths
 
 _LEFT_OUT = (LossScale, SkipRule)  # their state is meant to depend on overflows
-_SAMPLE = 2**16  # how many numbers of an array are compared at most
+_SAMPLE = 2**16  # how many numbers of an array are kept at most
 
 
 def arrays_in(tree: Any) -> dict[Path, Any]:
-    """The arrays of numbers or bools in a tree, but none in loss scales and skip rules.
+    """The arrays of numbers or bools in a tree, outside loss scales and skip rules.
 
     A variable that occurs several times is at the first of its paths only.
     """
@@ -62,10 +66,9 @@ def flat(x: Any) -> np.ndarray:
 
     They are rounded to the dtype in which JAX computes with them: a Python float, or a
     float64 array of NumPy's, to float32, unless 64-bit types are enabled. A complex
-    number becomes two numbers. Of a large array, it is a sample.
+    number becomes two numbers.
     """
     numbers = np.ravel(jax.device_get(x))
-    numbers = numbers[:: 1 + numbers.size // _SAMPLE]
     if not is_inexact_leaf(x):
         return numbers.astype(np.int64)
     numbers = numbers.astype(dtype_of(x))
@@ -74,13 +77,46 @@ def flat(x: Any) -> np.ndarray:
     return numbers.astype(np.float64)
 
 
+def sample(x: Any) -> np.ndarray:
+    """The flat numbers of an array; of more than 2**16, every k-th, so as to keep fewer.
+
+    The odd number k depends on the size alone.
+    """
+    numbers = flat(x)
+    every = -(-numbers.size // _SAMPLE) | 1  # odd, as imaginary parts are at odd places
+    return numbers[::every].copy()  # a view would keep them all
+
+
+class Fingerprint(NamedTuple):
+    """Two arrays have the same fingerprint if they have the same numbers.
+
+    Attributes:
+      size: how many numbers the array has; a complex one counts as two.
+      digest: a hash of all numbers, in which NaN equals NaN.
+    """
+
+    size: int
+    digest: bytes
+
+
+def fingerprint(x: Any) -> Fingerprint:
+    """The fingerprint of an array, which does not depend on its dtype or shape."""
+    numbers = flat(x).astype(np.float64)
+    numbers[numbers == 0] = 0  # -0 is equal to 0
+    numbers[np.isnan(numbers)] = np.nan
+    return Fingerprint(numbers.size, hashlib.sha256(numbers.data).digest())
+
+
 def is_finite(x: np.ndarray) -> bool:
     """Whether all numbers of an array are finite."""
     return bool(np.isfinite(x).all())
 
 
 def difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The difference of each two numbers; 0 where it is not finite."""
+    """The difference x - y, with 0 wherever that is infinite or NaN.
+
+    A number that becomes NaN therefore shows no change.
+    """
     with np.errstate(invalid="ignore"):
         return _finite(x - y)
 
@@ -105,8 +141,7 @@ def replicas_differ(tree: Any) -> bool:
     for x in jax.tree.leaves(tree):
         copies = {}
         for shard in getattr(x, "addressable_shards", ()):
-            numbers = flat(shard.data)
-            first = copies.setdefault(str(shard.index), numbers)
-            if not equal(first, numbers):
+            copy = fingerprint(shard.data)
+            if copies.setdefault(str(shard.index), copy) != copy:
                 return True
     return False

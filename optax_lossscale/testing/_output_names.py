@@ -6,7 +6,7 @@ from jax.tree_util import keystr
 
 from optax_lossscale.testing._numbers import Path
 
-_SHOWN = 8
+_SHOWN = 8  # how many outputs an error lists at most
 
 
 def name_of(path: Path) -> str:
@@ -41,9 +41,9 @@ def listed(
     outputs: Iterable[Path | str],
     remedy: str = "",
 ) -> str:
-    """Text of a title, the first few outputs below it, and a remedy.
+    """Text of a title, at most eight outputs below it, and a remedy.
 
-    Empty if there are no outputs.
+    It is empty if there are no outputs.
     """
     names = [x if isinstance(x, str) else name_of(x) for x in outputs]
     if not names:

@@ -27,11 +27,12 @@ from optax_lossscale.testing._skipping import (
 
 def assert_survives_overflow(
     step: Callable[..., Any],
+    /,
     *args: Any,
     ignore: str | Collection[str] = (),
     **kwargs: Any,
 ) -> None:
-    """Raises if gradients that overflow, or a NaN in the batch, leave something behind.
+    """Raises unless a step that overflows, or has a NaN in its batch, changes nothing.
 
     Such a step must be skipped. Then the parameters, the optimizer's state and every
     other array of floats that is given to the next step must be as they were, the skip
@@ -39,15 +40,18 @@ def assert_survives_overflow(
     Python numbers, integers outside of the optimizer's state, and what is only
     returned, such as the loss and norms to be logged, may be anything.
 
-    This assertion finds batch statistics, hidden states and averages without
-    `where_applied`, replicas of `shard_map` that drift apart, and steps that are not
-    skipped at all. Put it into your tests beside `assert_scale_invariant`, with the
-    same arguments.
+    This assertion finds batch statistics, hidden states and averages that are updated
+    without `where_applied`, replicas of `shard_map` that drift apart, and steps that
+    are not skipped at all. Put it into your tests beside `assert_scale_invariant`, with
+    the same arguments.
 
     It runs the step on copies of its arguments: with loss scales at which gradients
-    overflow, up to infinity; with a NaN in what it takes for the batch, the first array
-    of floats that is not given to the next step (a batch of tokens has none); and
-    several times with small changes, to see which numbers are given to the next step.
+    overflow, up to infinity; with a NaN in the batch; and several times with small
+    changes, to see which numbers are given to the next step. The batch is taken to be
+    the first array of floats among the arguments that is not given to the next step,
+    which may also be a constant, such as class weights, that comes before it. If there
+    is none, as with a batch of tokens, no NaN is tried. If the step raises an error at
+    an infinite loss scale, it is judged by the other runs alone.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -60,13 +64,14 @@ def assert_survives_overflow(
         `functools.partial`.
 
     Raises:
-      AssertionError: if an overflow or a NaN leaves something behind. It says what that
-        is, and what to do.
-      ValueError: if there is no loss scale among the arguments, or several; if nothing
-        that it is given comes back from the step; or if a name to ignore is not that of
-        an output.
-      TypeError: if the arguments are traced, or an argument `ignore` of the step's own
-        gets no value.
+      AssertionError: if an overflow or a NaN changes what is given to the next step, if
+        the skip is not counted or the loss scale not adapted, or if replicas differ. It
+        says which outputs are concerned, if any, and what to do.
+      ValueError: if there is no loss scale among the arguments, or several; if neither
+        an array of floats nor a loss scale that is given to the step comes back from
+        it; or if a name to ignore is not that of an output.
+      TypeError: if the arguments are traced, or the step itself has an argument named
+        `ignore` that is not bound.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -81,7 +86,7 @@ def assert_survives_overflow(
       >>> ols.testing.assert_survives_overflow(wrong, params, mean, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step does not survive an overflow. At a loss scale where gradients...
+      AssertionError: the step does not survive an overflow, or its devices drift apart. At...
     """
     check_keywords(step, ["ignore"], args)
     experiment = Experiment("assert_survives_overflow", step, args, kwargs)
@@ -98,10 +103,10 @@ def assert_survives_overflow(
         or left_behind(experiment.to_be_skipped, judged | counts)
         or _skip_not_counted(overflowing)
         or overflow_applied(experiment, baseline, judged)
-        or _nan_left_behind(experiment, carry, judged)
+        or _nan_left_behind(experiment, carry, judged | counts)
     )
     if fault:
-        raise AssertionError(f"the step does not survive an overflow. {fault}")
+        raise AssertionError(f"{_HEADLINE} {fault}")
 
 
 def _state_not_returned(experiment):
@@ -113,8 +118,8 @@ def _state_not_returned(experiment):
 def _replicas_diverge(trial, judged):
     """The fault that replicas diverge.
 
-    What is only returned, such as the loss of each device, may differ; not so a loss
-    scale, which is not among the other outputs.
+    What is only returned, such as the loss of each device, may differ. Loss scales may
+    not; they are not in `trial.outputs`.
     """
     outputs = trial.outputs
     diverged = [x for x in trial.diverged if x in judged or x not in outputs]
@@ -130,12 +135,12 @@ def _skip_not_counted(trials):
 
 
 def _nan_left_behind(experiment, carry, judged):
-    """The fault that a NaN in the batch is left behind.
+    """The fault that a NaN in the batch is left behind, or lets replicas diverge.
 
     The first array of floats that does not come back is taken for the batch.
     """
     given_back = set(carry.values())
-    arrays = [path for path, x in experiment.floats.items() if x.ndim]
+    arrays = [path for path, x in experiment.floats.items() if x.ndim and x.size]
     batches = [path for path in arrays if path not in given_back]
     if not batches:
         return ""
@@ -152,6 +157,7 @@ def _nan_left_behind(experiment, carry, judged):
     return _replicas_diverge(trial, judged) or listed(by_nan, left, KEEP)
 
 
+_HEADLINE = "the step does not survive an overflow, or its devices drift apart."
 _LEFT_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DIVERGED = "Devices hold copies of these outputs that differ:"
 _ONE_DECISION = """\

@@ -3,7 +3,8 @@
 There are three kinds of evidence. At falling loss scales, from the highest at which the
 step is applied, each output should be the same. At loss scales at which gradients
 overflow, the step should be skipped. And where the loss scale is about to grow, the
-outputs should be those of any other step.
+outputs should be those of any other step. The weights that `with_master_weights` keeps
+are compared with float16 parameters, too.
 
 `_fault` asks for one fault after the other, in an order in which the first that is
 found may be the cause of all later ones. It returns that one alone.
@@ -44,6 +45,7 @@ _WEIGHTS = GetAttrKey("master_weights")
 
 def assert_scale_invariant(
     step: Callable[..., Any],
+    /,
     *args: Any,
     ignore: str | Collection[str] = (),
     **kwargs: Any,
@@ -52,16 +54,18 @@ def assert_scale_invariant(
 
     A correct step multiplies the loss by the loss scale and divides the gradients by
     it, so its outputs are the same at any loss scale, except for underflow. In a wrong
-    step the two do not cancel, and nothing else may show it, as Adam trains on with
-    gradients of any size. Put this into your tests, with the step that you train with,
-    its first state and a small batch.
+    step the two do not cancel. Training may not show it, as the updates of Adam hardly
+    depend on the size of the gradients. Put this into your tests, with the step that
+    you train with, its first state and a small batch.
 
     It runs the step some thirty times on copies of its arguments. At falling loss
     scales, powers of two, it looks for outputs that follow a power of the scale, or
     change in a way that underflow does not explain; at an infinite loss scale, for a
     step that is not skipped; and where the loss scale grows, for gradients that are
     unscaled by the new one. The outputs are everything that the step returns or changes
-    in place, except for the loss scale and `metrics`.
+    in place, except for the loss scale and `metrics`. Of an array of more than 2**16
+    numbers, a regular sample is compared between loss scales. If the step raises an
+    error at an infinite loss scale, it is judged by the other runs alone.
 
     Args:
       step: the training step; compile it, as this takes ten times as long otherwise. It
@@ -75,15 +79,18 @@ def assert_scale_invariant(
         `functools.partial`.
 
     Raises:
-      AssertionError: if outputs depend on the loss scale, or an overflow is not
-        skipped. It names the outputs, and says why and what to do.
+      AssertionError: if an output depends on the loss scale, an overflow is not
+        skipped, the loss scale does not adapt, or master weights are lost. It says
+        which outputs are concerned, if any, why, and what to do. Of several faults it
+        reports the first.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
         `FixedLossScale`, which compiled steps hold as a constant; if the step is
         skipped at nearly every loss scale and returns numbers that are not finite; if
-        two runs of it differ; if nothing that it is given comes back from it; or if a
-        name to ignore is not that of an output.
-      TypeError: if the arguments are traced, or an argument `ignore` of the step's own
-        gets no value.
+        two runs at one loss scale differ by more than 1%; if neither an array of floats
+        nor a loss scale that is given to the step comes back from it; or if a name to
+        ignore is not that of an output.
+      TypeError: if the arguments are traced, or the step itself has an argument named
+        `ignore` that is not bound.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -98,19 +105,19 @@ def assert_scale_invariant(
       >>> ols.testing.assert_scale_invariant(wrong, params, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step depends on the loss scale. With twice the loss scale...
+      AssertionError: the step depends on the loss scale, or is wrong in another way. With...
     """
     check_keywords(step, ["ignore"], args)
     experiment = Experiment("assert_scale_invariant", step, args, kwargs)
     if isinstance(experiment.loss_scale, FixedLossScale):
         raise ValueError(
-            "a FixedLossScale cannot be varied, which a number and None stand for, as "
-            "compiled steps hold it as a constant. Test the step with a loss scale "
-            "that adapts, such as DynamicLossScale(): the rest is the same"
+            "a FixedLossScale cannot be varied, as compiled steps hold it as a constant; "
+            "a number or None stands for one. Test the step with a loss scale that "
+            "adapts, such as DynamicLossScale(): the rest is the same"
         )
     fault = _fault(experiment, ignore)
     if fault:
-        raise AssertionError(f"the step depends on the loss scale. {fault}")
+        raise AssertionError(f"{_HEADLINE} {fault}")
 
 
 def _fault(experiment, ignore):
@@ -159,16 +166,18 @@ def _never_applied(experiment, trials):
 def _is_dependent(path, trials):
     """Whether an output differs between trials at different loss scales.
 
-    If it does not, as the mean of a batch, it does not depend on gradients.
+    An output that never differs, such as the mean of a batch, is made without
+    gradients.
     """
-    first, *others = [x.outputs[path] for x in trials if path in x.outputs]
-    return not all(equal(first, other) for other in others)
+    made = [x.output_fingerprints for x in trials]
+    return len({x[path] for x in made if path in x}) > 1
 
 
 def _divided(by_powers):
     """The fault that gradients are divided once too often.
 
-    An epsilon, such as Adam's, makes a few outputs follow the opposite power.
+    That is the fault only if most outputs follow a negative power: where gradients stay
+    multiplied, Adam's epsilon makes a few outputs follow one, too.
     """
     negative = {path: power for path, power in by_powers.items() if power < 0}
     if 2 * len(negative) <= len(by_powers):
@@ -206,27 +215,29 @@ def _not_finite(sweep, usual, carry):
 
 
 def _lost_weights(experiment, usual, carry):
-    """The fault that master weights, rounded to float16, are no parameter's values."""
+    """The fault that float32 master weights do not round to float16 parameters."""
     outputs = usual.outputs
+    sizes = {path: x.size for path, x in usual.output_fingerprints.items()}
     halves = [
-        outputs[output]
+        output
         for output, argument in carry.items()
         if experiment.floats[argument].dtype == np.float16
     ]
 
-    def is_lost(copy):
-        alike = [half for half in halves if half.size == copy.size]
-        return alike and not any(equal(x, copy.astype(np.float16)) for x in alike)
+    def is_lost(weights):
+        rounded = outputs[weights].astype(np.float16)
+        alike = [outputs[half] for half in halves if sizes[half] == sizes[weights]]
+        return alike and not any(equal(half, rounded) for half in alike)
 
-    lost = [path for path in carry if _WEIGHTS in path and is_lost(outputs[path])]
+    lost = [path for path in carry if _WEIGHTS in path and is_lost(path)]
     return listed(_LOST, lost, _LAST)
 
 
 def _at_growth(experiment, sweep):
     """The fault that outputs differ at a step at which the loss scale grows.
 
-    None is found if that step is skipped. Integers and bools may be counts and flags of
-    the growth.
+    It is not judged if that step is skipped. Integers and bools are left out, as they
+    may be counts and flags of the growth.
     """
     exponent = min(log2_of(experiment.loss_scale), sweep.exponents[0])
     steady = experiment.at(exponent)
@@ -236,19 +247,19 @@ def _at_growth(experiment, sweep):
     changing = []
     for path in sweep.outputs:
         numbers = steady.outputs[path]
-        change = difference(growing.outputs.get(path, numbers), numbers)
+        grown = growing.outputs.get(path, numbers)
         is_float = numbers.dtype == np.float64
-        if is_float and norm(change) > sweep.negligible(path, numbers):
+        change = norm(difference(grown, numbers))
+        is_other = change > sweep.negligible(path, numbers)
+        becomes_not_finite = is_finite(numbers) and not is_finite(grown)
+        if is_float and (is_other or becomes_not_finite):
             changing.append(path)
     return listed(_AT_GROWTH, changing, _ADAPTED)
 
 
 @jax.jit
 def _about_to_grow(loss_scale):
-    """The loss scale after finite steps, up to the one before the scale changes.
-
-    After 100,000 steps at the latest.
-    """
+    """The loss scale one finite step before it changes, or after 100,000 such steps."""
 
     def goes_on(steps_and_scale):
         steps, now = steps_and_scale
@@ -263,6 +274,7 @@ def _about_to_grow(loss_scale):
     return last
 
 
+_HEADLINE = "the step depends on the loss scale, or is wrong in another way."
 _BY_A_POWER = (
     "With twice the loss scale, these outputs, or their changes, are multiplied by"
 )
@@ -270,12 +282,10 @@ _BY_A_CHANGE = (
     "These outputs change as the loss scale rises, and underflow does not explain it:"
 )
 _AT_GROWTH = """\
-At a step at which the loss scale grows, these come out different than at the same loss scale
+At a step at which the loss scale grows, these differ from those at the same loss scale
 without growth:"""
 _NOT_FINITE = "Some gradients overflow, but the step is applied, and these become infinite or NaN:"
-_LOST = (
-    "These float32 copies of with_master_weights are no longer those of the parameters:"
-)
+_LOST = "These float32 copies of with_master_weights no longer match the parameters:"
 
 _DIVIDED = """\
 So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Compute
@@ -297,5 +307,5 @@ multiplied by another scale than that of the state that the step is given, such 
 optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
 _LAST = """\
 So something changes the updates of with_master_weights, and what the parameters cannot hold is
-lost at every step. Let nothing come after it, a transformation of your own neither:
-with_loss_scale(with_master_weights(…)) of the whole optimizer, and optax.apply_updates."""
+lost at every step. Let nothing come after it, not even a transformation of your own: wrap the
+whole optimizer, with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""

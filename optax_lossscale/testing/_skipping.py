@@ -4,8 +4,8 @@ The step should be skipped: its loss scale comes back lower, and all else that c
 back to it is as it was. At an infinite loss scale, all gradients overflow, so a step
 that is applied there does not see its scale, or hides what is not finite.
 
-A fault is text that names the outputs concerned and says what to do; empty if there is
-none.
+A fault is text that names the outputs concerned, if any, and says what to do. It is
+empty if there is none.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale.testing._carry import Carry
 from optax_lossscale.testing._experiment import Experiment
-from optax_lossscale.testing._numbers import Path, equal
+from optax_lossscale.testing._numbers import Path
 from optax_lossscale.testing._output_names import listed
 from optax_lossscale.testing._trial import Trial
 
@@ -21,8 +21,8 @@ from optax_lossscale.testing._trial import Trial
 def not_adapted(trials: list[Trial]) -> str:
     """The fault that the loss scale that comes back is not adapted.
 
-    Then the next step overflows, too. The loss scale is as it was given, or as it was
-    at first, at whatever scale the trial is.
+    Then the next step overflows, too. The step returned the loss scale that it was
+    given, or the same one whatever it was given.
     """
     if _is_reset(trials[0], trials[-1]) or any(map(_is_as_given, trials)):
         return _NOT_ADAPTED
@@ -61,12 +61,13 @@ def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
 
 
 def changed(trial: Trial, carry: Carry) -> list[Path]:
-    """The outputs in `carry` that differ from their arguments."""
-    outputs = trial.outputs
+    """The outputs in `carry` that differ from their arguments in any number."""
+    given = trial.given_fingerprints
+    returned = trial.output_fingerprints
     return [
         output
         for output, argument in carry.items()
-        if output in outputs and not equal(outputs[output], trial.given[argument])
+        if output in returned and returned[output] != given[argument]
     ]
 
 
@@ -89,9 +90,9 @@ def overflow_applied(experiment: Experiment, usual: Trial, carry: Carry) -> str:
 def _need_not_overflow(experiment, carry):
     """Whether nothing has to overflow at an infinite loss scale.
 
-    A step may leave out the multiplication by a fixed scale of 1. Then it is evidence
-    enough that it is skipped with a NaN in something that comes back to it, such as a
-    parameter.
+    A step may leave out the multiplication by a fixed scale of 1. If it is skipped when
+    an argument that comes back, such as a parameter, holds a NaN, it does check its
+    gradients, and nothing is wrong.
     """
     if experiment.loss_scale != FixedLossScale(1):
         return False
@@ -110,13 +111,13 @@ KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
 state, such as Adam's count, if all transformations are inside the wrapper. Keep all else that the
 step changes, such as batch statistics or an average of the parameters, with
-ols.where_applied(state, new, old), where state is what the step made. Name what is meant to move
+ols.where_applied(state, new, old), where state is the new state. Name what is meant to move
 on all the same, such as a replay buffer, or is only returned, in ignore=."""
 APPLIED_REMEDY = """\
 Either gradients are not multiplied by the loss scale of the state that the step is given: use
 value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
-replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as
-they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
+replaced before it is checked, by nan_to_num or a where: pass the optimizer the scaled gradients
+unchanged. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
 they are all zero: give the step a batch that it learns from."""
 _NOT_ADAPTED = """\
 Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the

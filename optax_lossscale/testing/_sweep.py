@@ -25,7 +25,7 @@ _WIDE_EXPONENT = 90
 _START_EXPONENT = 30
 _NOISE = 0.01  # how much two runs at the same loss scale may differ, relatively
 _ROUNDING = 1e-6  # how much rounding may change an output, relatively
-_MANY_RUNS = 8  # how many times the noise of two runs may be that of others
+_MANY_RUNS = 8  # how many times the difference of two runs others may differ by
 
 
 class Sweep(NamedTuple):
@@ -53,7 +53,8 @@ class Sweep(NamedTuple):
 def trials_at_falling_scales(experiment: Experiment) -> list[Trial]:
     """Trials at falling loss scales, without those in which the step is skipped.
 
-    The highest loss scale at which it is applied is found by bisection.
+    The highest loss scale at which it is applied is found by bisection. A silent step
+    counts as applied.
     """
 
     def is_skipped(exponent):
@@ -73,7 +74,10 @@ def sweep_of(
     trials: list[Trial],
     judged: list[Path],
 ) -> Sweep:
-    """The sweep of these trials; raises a `ValueError` if two runs differ."""
+    """The sweep of these trials; raises a `ValueError` if two runs differ.
+
+    They are those of `trials_at_falling_scales`, at least one.
+    """
     lowest = experiment.at(LOWEST_EXPONENT)
     is_narrow = not experiment.at(_WIDE_EXPONENT).was_applied
     repeated = experiment.trial(trials[0].loss_scale).outputs
@@ -94,6 +98,7 @@ def sweep_of(
         exponents=np.array([log2_of(trial.loss_scale) for trial in trials]),
         outputs=outputs,
         repeated=repeated,
-        # What computes in float16 overflows at 2**90, and underflows at the lowest.
+        # A step that is skipped at 2**90 computes in float16, whose gradients all
+        # underflow at the lowest loss scale.
         underflowed=lowest.outputs if is_narrow and lowest.was_applied else {},
     )

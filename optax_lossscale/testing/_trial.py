@@ -1,8 +1,8 @@
 """One run of a step: what it was given, what it made, and whether it was applied.
 
 A step says whether it was applied in two ways: by the flag `should_apply` of a state
-that it returns, and by the loss scale, which adapts one way after a skipped step and
-another way after an applied one. A step that returns neither is silent.
+that it returns, and by the loss scale, which usually adapts differently after a
+skipped and after an applied step. A step that returns neither is silent.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.state import LossScaleState
-from optax_lossscale.testing._numbers import Numbers, Path
+from optax_lossscale.testing._numbers import Fingerprint, Numbers, Path
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,20 +22,25 @@ class Trial:
 
     Attributes:
       loss_scale: the loss scale that the step was given.
-      is_infinite: whether it was infinite, so that all gradients overflow; then those
-        that are fixed were, too.
-      given: the arrays among the step's arguments.
-      outputs: the arrays that it returned or changed in place.
+      is_infinite: whether the loss scale was infinite, so that all gradients overflow.
+        If so, fixed loss scales were made infinite as well.
+      given: the arrays among the step's arguments, sampled if they are large.
+      given_fingerprints: the fingerprints of these arrays, unsampled.
+      outputs: the arrays that it returned or changed in place, sampled likewise.
+      output_fingerprints: the fingerprints of these arrays, unsampled.
       loss_scales: the loss scales that it returned or changed, if they can adapt.
       states: the states of loss scaling that it returned or changed.
-      more_skipped: by how much the highest count of skipped steps has risen.
+      more_skipped: by how much the highest count of skipped steps has risen; negative
+        or zero if no state came back.
       diverged: outputs and loss scales of which devices hold copies that differ.
     """
 
     loss_scale: LossScale
     is_infinite: bool
     given: Numbers
+    given_fingerprints: dict[Path, Fingerprint]
     outputs: Numbers
+    output_fingerprints: dict[Path, Fingerprint]
     loss_scales: list[LossScale]
     states: list[LossScaleState]
     more_skipped: int
@@ -54,8 +59,9 @@ class Trial:
     def flags(self) -> np.ndarray:
         """Whether the step was applied, by each output that says it; bools, (flags,).
 
-        Each state gives a flag for each of its replicas, False if its loss scale has
-        adapted as after a skipped step. Without states, each loss scale gives a flag.
+        Each state gives one flag per replica: its `should_apply`, but False if its loss
+        scale is what only a skipped step returns. Without states, each loss scale gives
+        one flag.
         """
         if self.states:
             flags = [
@@ -66,9 +72,10 @@ class Trial:
         return np.array(list(map(self._may_be_applied, self.loss_scales)), bool)
 
     def _may_be_applied(self, loss_scale):
-        """Whether this is another loss scale than after a skipped step alone."""
+        """Whether this is not a loss scale that only a skipped step returns."""
         if_skipped, if_applied = self.adapted
-        return loss_scale == if_applied or loss_scale != if_skipped
+        looks_skipped = loss_scale == if_skipped and loss_scale != if_applied
+        return not looks_skipped
 
     @property
     def is_silent(self) -> bool:

@@ -458,3 +458,13 @@ def test_bad_calls_say_what_is_wrong():
         computes_in(lambda w: w @ w, jnp.int32, weights())
     with pytest.raises(TypeError, match="step must be a function"):
         computes_in(weights(), jnp.float16, lambda w: w)
+
+
+def test_a_product_of_float16_and_bfloat16_is_one_in_float32():
+    """JAX promotes the two to float32, in whichever order they are given."""
+    half, brain = jnp.ones((4, 4), jnp.float16), jnp.ones((4, 4), jnp.bfloat16)
+    for a, b in [(half, brain), (brain, half)]:
+        computes_in(jnp.matmul, jnp.float32, a, b)
+        for dtype in (jnp.float16, jnp.bfloat16):
+            with pytest.raises(AssertionError, match="1 of 1 matrix products"):
+                computes_in(jnp.matmul, dtype, a, b)

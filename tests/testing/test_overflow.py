@@ -793,3 +793,60 @@ def test_arrays_of_text_and_of_objects_are_passed_on(check):
     objects = np.array([None, "a"], object)
     batch = {"x": X, "names": np.array(["a", "b"]), "objects": objects}
     check(step, *begun(TX), batch)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_a_step_may_have_a_keyword_called_step(check):
+    @jax.jit
+    def train_step(params, state, step):
+        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
+        return params, state, loss * step
+
+    check(train_step, *begun(TX), step=3)
+
+
+def test_an_empty_array_is_not_taken_for_the_batch():
+    def step(params, state, extra, x):
+        return compiled(loss_fn, state, params, jnp.concatenate([x, extra]), Y)
+
+    compiled = jax.jit(TX.minimize, static_argnums=0)
+    ols.testing.assert_survives_overflow(step, *begun(TX), jnp.zeros((0, 4)), X)
+
+
+@pytest.mark.parametrize("size", [1_000, 100_001])
+def test_every_number_of_a_large_array_is_compared(size):
+    @jax.jit
+    def step(params, histogram, state, tokens):
+        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
+        return params, histogram.at[tokens].add(1.0), state, loss
+
+    params, state = begun(TX)
+    with pytest.raises(AssertionError, match=r"result\[1\]"):
+        ols.testing.assert_survives_overflow(
+            step, params, jnp.ones(size), state, jnp.array([1, 3])
+        )
+
+
+def test_half_of_a_large_array_is_not_taken_for_its_new_value():
+    @jax.jit
+    def step(frozen, params, state):
+        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
+        return 0.9 * frozen[::2], params, state, loss
+
+    ols.testing.assert_survives_overflow(step, jnp.ones(2**16), *begun(TX))
+
+
+def test_a_count_that_goes_on_at_a_nan_is_found():
+    tx = ols.with_loss_scale(optax.adam(1e-3), LOSS_SCALE)
+
+    @jax.jit
+    def step(params, state, x):
+        loss, params, state = tx.minimize(loss_fn, state, params, x, Y)
+        adam, *others = state.inner_state
+        adam = adam._replace(count=adam.count + jnp.isnan(x).any())
+        return params, state._replace(inner_state=(adam, *others)), loss
+
+    with pytest.raises(AssertionError, match=r"With a NaN in .*\n.*count"):
+        ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X)

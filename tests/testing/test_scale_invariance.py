@@ -1136,3 +1136,21 @@ def test_updates_of_master_weights_that_others_change_are_found(place):
         said = r"master_weights\['in'\](.|\n)*Let nothing come after it"
         with pytest.raises(AssertionError, match=said):
             ols.testing.assert_scale_invariant(*arguments)
+
+
+def test_an_output_that_is_nan_at_growth_alone_is_found():
+    loss_fn, params, batch = problem(jnp.float32)
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params, mean, state, batch):
+        old = state.loss_scale()
+        loss, params, state = tx.minimize(loss_fn, state, params, batch)
+        mean = ols.where_applied(state, 0.9 * mean + 0.1 * loss, mean)
+        grows = state.loss_scale() > old
+        return params, jnp.where(grows, jnp.nan, mean), state, loss
+
+    with pytest.raises(AssertionError, match=r"scale grows(.|\n)*result\[1\]"):
+        ols.testing.assert_scale_invariant(
+            step, params, jnp.ones(()), tx.init(params), batch
+        )
