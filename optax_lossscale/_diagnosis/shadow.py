@@ -4,7 +4,7 @@
 seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
 returns the results as pairs with notes, and all notes of the run. Pieces without loops
 are compiled, and the figures of their results are computed on the host. Loops and
-branches are run in Python, which knows the number of each round.
+branches are run in Python, which knows the number of each iteration.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ class Shadow(NamedTuple):
     """A program that has run in pairs up to its seed. A call runs the rest of it."""
 
     rest: Program  # the program without the pieces that have run
-    env: Env  # the values that do not depend on the seed
-    runner: "_Runner"  # which has noted these
+    env: Env  # the values that the pieces before it have made
+    runner: "_Runner"  # which has noted those values
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running."""
@@ -101,7 +101,7 @@ class _Progress:
         self._printed = time.monotonic()
 
     def at(self, source: str, n_results: int) -> None:
-        """Says how many results there are, and the user's line of the last one."""
+        """Says how many results there are, and at which of the user's lines the run is."""
         if time.monotonic() - self._printed > _PATIENCE:
             self._printed = time.monotonic()
             progress = f"diagnose: {n_results} results, at {source}"
@@ -181,15 +181,16 @@ class _Runner:
         return list(map(devices.exited, results, params["out_specs"]))
 
     def _compute(self, piece: Piece, env: Env) -> Env:
-        """The results of a piece without loops, by compiled code, with their notes."""
+        """What a piece without loops reads and gives, by compiled code, with notes."""
         values = {v: env[v] for v in piece.reads}
         ins = [value.pair for value in values.values()]
         pairs_of_each = self._compiled_for(piece)(ins)
         for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
             eqn = instruction.eqn
-            reads = notes_of(values[v] for v in instruction.ins)
             for position, v in enumerate(eqn.outvars):
                 pair = results[position]
+                operands = instruction.operands_of(position)
+                reads = notes_of(values[operand] for operand in operands)
                 note = self._note(instruction, position, pair, reads)
                 values[v] = Value(pair.settled, note)
         self.progress.at(piece.instructions[-1].origin.source, len(self.notes))
@@ -202,7 +203,10 @@ class _Runner:
         pair: Pair,
         reads: Sequence[Note],
     ) -> Note | None:
-        """The note of a result; of one without its own, that of the first operand."""
+        """Makes a result's note and adds it to `notes`; or gives the first operand's.
+
+        The note of the first operand is that of a result which has none of its own.
+        """
         if position not in instruction.noted:
             return reads[0] if reads else None
         note = note_of(
