@@ -82,9 +82,9 @@ def _about_constants(wrong: Wrong) -> str:
     if not wrong.is_in_float32 or not wrong.rounded:
         return ""
     return (
-        f" A constant at {lines_of(wrong.rounded)} became 0 or infinite in 16 bits when "
-        "the program was traced: write it as a float32 array, or compute in float32 "
-        "there."
+        f" A constant at {lines_of(wrong.rounded)} is 0 or infinite in 16 bits. If you "
+        "wrote another number, such as 1e-8, write it as a float32 array, or compute in "
+        "float32 there."
     )
 
 
@@ -292,8 +292,8 @@ def _about_the_loss(findings: Findings) -> _Remarks:
     """A remark on a loss in float16."""
     if findings.loss_dtype == np.float16 and not findings.wrong:
         yield (
-            "float16 is fine except for the loss: its gradient is the scale, at most "
-            "2**15.",
+            "float16 is fine except for the loss: the loss scale is its gradient, and "
+            "float16 holds none above 2**15.",
             "Compute the loss in float32: cast what it averages or sums.",
         )
 

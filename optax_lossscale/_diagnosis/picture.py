@@ -13,7 +13,11 @@ _LARGEST = least_infinite(np.float16)
 
 
 def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
-    """Draws the largest and the typical size of each result, in the program's order."""
+    """Draws the largest size of each result as a dot, in the program's order.
+
+    A line goes from the dot to the typical size. A dotted line is where the backward pass
+    begins.
+    """
     axes = axes_for(axes, 3.2)
     rows = [row for row in table.rows if row.largest]
     places = np.arange(len(rows))
