@@ -5,10 +5,9 @@ every value in a *pair*: as the program computes it, and as it is in float32. Fo
 result that is computed it makes a *note*. The note says how far the two are apart, how
 large they are, and which notes the operands have. Moved numbers keep the note of what
 they were moved from. Only loops make notes of slices and stacks, which are in no table.
-From the notes follow the loss scale that fits,
-and, for a result that is off, the equation that is at fault. Where something is off,
-the program also runs in float32 beside float64, which tells what float32 determines,
-and how it decides by itself.
+From the notes follow the loss scale that fits, and, for a result that is off, the
+equation that is at fault. Where something is off, the program also runs in float32
+beside float64, which tells what float32 determines, and how it decides by itself.
 
 Read the files in this order, which is from the parts to the whole. `_programs` tells
 what equations are, and comes before them:

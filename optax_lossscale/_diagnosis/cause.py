@@ -15,7 +15,7 @@ from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     SUMS,
     Note,
-    all_before,
+    back_from,
     least_infinite,
     least_normal,
 )
@@ -80,7 +80,7 @@ def cause_of(note: Note) -> Cause:
             how = How.CANCELS
     made = _computed(fault)
     # The last is the first to be looked at.
-    limits = all_before([*made.reads, made], _limits_in)
+    limits = back_from([*made.reads, made], _limits_in)
     saturated = next(filter(_saturates, limits), None)
     if saturated is not None:
         return Cause(How.SATURATES, saturated)
@@ -91,7 +91,7 @@ def _for_want_of_digits(how: How, note: Note) -> Cause:
     """The cause if an equation is sensitive to rounding, or to numbers that were lost."""
     rounded = tuple(
         earlier
-        for earlier in all_before(note.reads, _rounded_in)
+        for earlier in back_from(note.reads, _rounded_in)
         if is_narrow_dtype(earlier.dtype) and earlier.is_computed
     )
     lost = [earlier for earlier in rounded if earlier.lost > LARGE_SHARE]

@@ -213,7 +213,7 @@ def _report_of(
         for program in programs_in(eqn):
             inner = _report_of(open_jaxpr(program), usual, source, of_call)
             reports.append(_repeated(inner, _times(eqn)))
-    return DtypeReport(*map(_alike, zip(*reports, strict=True)))
+    return DtypeReport(*map(_joined, zip(*reports, strict=True)))
 
 
 def _report_on(
@@ -269,7 +269,7 @@ def _times(eqn: JaxprEqn) -> int:
     return 1
 
 
-def _alike(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
+def _joined(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
     """Joins the operations of all lists that are alike but for how much they compute.
 
     Their counts and multiplications are added up, and the most terms are kept.

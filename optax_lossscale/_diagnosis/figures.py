@@ -88,7 +88,7 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
     sizes = np.abs(reference)
     largest = float(np.maximum(sizes.max(), np.abs(actual).max()))  # NaN if one is NaN
     if not math.isfinite(largest):
-        return _figures_of_any(actual, reference)
+        return _figures_if_not_finite(actual, reference)
     count = actual.size
     norm = _norm(reference)
     typical = norm / math.sqrt(count)
@@ -113,7 +113,7 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
     )
 
 
-def _figures_of_any(actual: np.ndarray, reference: np.ndarray) -> Figures:
+def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures:
     """The figures of a result if it or the reference has a number that is not finite."""
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)

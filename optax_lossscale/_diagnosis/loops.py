@@ -1,6 +1,6 @@
 """Loops and branches, run in Python iteration by iteration, with values in pairs.
 
-So each iteration has notes of its own, which say in which iteration numbers go wrong. The
+So each iteration has notes of its own, which say where in a loop numbers go wrong. The
 program's own values choose which branch is taken, and how long a loop goes on. The
 reference follows them.
 """
@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.program import Instruction
-from optax_lossscale._diagnosis.value import Value, noted_alone
+from optax_lossscale._diagnosis.value import Value, with_own_note
 from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carried_by, first_inside
 
 RunsProgram = Callable[..., list[Value]]
-"""Called with a program, its arguments and, in a loop, the number of the iteration, in a tuple."""
+"""Runs a program.
+
+It is called with the program, its arguments and, in a loop, the number of the iteration,
+in a tuple.
+"""
 
 
 def scan(
@@ -115,7 +119,7 @@ def _where(
     joined = []
     for x, y in zip(new, old, strict=True):
         pair = jax.tree.map(choose, x.pair, y.pair)
-        joined.append(noted_alone(pair, [x, y]))
+        joined.append(with_own_note(pair, [x, y]))
     return joined
 
 
@@ -138,7 +142,7 @@ def _rows(stack: Value, length: int, axis: int) -> list[Value]:
         if stack.parts:
             rows.append(Value(pair, stack.parts[n]))
         else:
-            rows.append(noted_alone(pair, [stack]))
+            rows.append(with_own_note(pair, [stack]))
     return rows
 
 
@@ -150,7 +154,7 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
         return numpy.stack(arrays, axis)
 
     pairs = [row.pair for row in rows]
-    stacked = noted_alone(jax.tree.map(stack, *pairs), rows)
+    stacked = with_own_note(jax.tree.map(stack, *pairs), rows)
     return stacked._replace(parts=[row.note for row in rows])
 
 

@@ -184,7 +184,7 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
     return ()
 
 
-def all_before(
+def back_from(
     notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
     """Notes themselves, what they read, and so on, each once, the last one given first.

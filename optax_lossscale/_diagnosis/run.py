@@ -140,10 +140,10 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
     """The fit that a run at its scale confirms, or `fit` if none does.
 
     2**exponent fits if the backward pass is linear in the scale. If it is not, the next
-    try is at the scale that the magnitudes of this run suggest. All tries together are
-    `_TRIES` at most, and the last that a run confirmed is given.
+    try is at the scale that the magnitudes of this run suggest. After `_TRIES` of them,
+    the fit is the last one that a run confirmed.
     """
-    most = HIGHEST  # the exponent above which no scale is known to fit
+    most = HIGHEST  # no scale above 2**most fits
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:

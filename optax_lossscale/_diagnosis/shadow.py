@@ -4,7 +4,8 @@
 seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
 returns the results as pairs with notes, and all notes of the run. Pieces without loops
 are compiled, and the figures of their results are computed on the host. Loops and
-branches are run in Python, which knows the number of each iteration.
+branches are run in Python, which knows the number of each iteration. To run a program
+with wider numbers beside its own is called shadow execution.
 """
 
 import dataclasses
@@ -84,7 +85,9 @@ class Shadow(NamedTuple):
 def _value_of(argument: Argument, widths: Widths) -> Value:
     """The value of an argument of the whole program."""
     pair = exact(argument.array, widths)
-    figures = pair.figures if is_inexact(argument.array) else Figures()
+    figures = (
+        pair.figures if is_inexact(argument.array) else Figures(argument.array.size)
+    )
     note = Note(
         **vars(figures),
         origin=Origin(name=argument.name, is_parameter=argument.is_parameter),
@@ -138,8 +141,9 @@ class _Runner:
         """The values after pieces have run, without those that no later one reads."""
         values = dict(env)
         for piece in pieces:
-            run = self._run_inside if piece.instructions[0].programs else self._compute
-            values.update(run(piece, values))
+            has_programs = bool(piece.instructions[0].programs)
+            apply = self._run_inside if has_programs else self._compute
+            values.update(apply(piece, values))
             for instruction in piece.instructions:
                 for v in instruction.frees:
                     del values[v]
@@ -152,7 +156,7 @@ class _Runner:
     def _run_inside(self, piece: Piece, env: Env) -> Env:
         """The results of a loop, a branch or a `shard_map`, from its programs."""
 
-        def run(program, values, rounds=()):
+        def run_program(program, values, rounds=()):
             inside = dataclasses.replace(self, rounds=self.rounds + rounds)
             return inside.run(program, values)
 
@@ -160,11 +164,11 @@ class _Runner:
         eqn = instruction.eqn
         ins = [env[v] for v in instruction.ins]
         if Trait.SCANS in traits(eqn):
-            results = loops.scan(instruction, ins, run, len(self.devices.maps))
+            results = loops.scan(instruction, ins, run_program, len(self.devices.maps))
         elif Trait.WHILE in traits(eqn):
-            results = loops.while_loop(instruction, ins, run)
+            results = loops.while_loop(instruction, ins, run_program)
         elif Trait.BRANCHES in traits(eqn):
-            results = loops.cond(instruction, ins, run)
+            results = loops.cond(instruction, ins, run_program)
         else:
             results = self._run_on_devices(instruction, ins)
         return dict(zip(eqn.outvars, results, strict=True))

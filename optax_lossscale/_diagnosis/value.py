@@ -27,7 +27,7 @@ def notes_of(values: Iterable[Value]) -> list[Note]:
     return [value.note for value in values if value.note is not None]
 
 
-def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
+def with_own_note(pair: Pair, others: Iterable[Value]) -> Value:
     """A value moved from others, as in a stack, with a note of its own that reads theirs."""
     reads = notes_of(others)
     if not reads:

@@ -21,7 +21,7 @@ from optax_lossscale._diagnosis.notes import (
     SUMS,
     THE_LOSS,
     Note,
-    all_before,
+    back_from,
     least_normal,
 )
 from optax_lossscale._diagnosis.run import Run, Runs
@@ -44,10 +44,11 @@ class Wrong(NamedTuple):
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
       off: of the loss or a gradient, how far it is from float32's, relative to that: 1
-        if only float32's is 0, and infinite if either is not finite. Of "a value inside",
-        it is instead the share of the numbers that are off by more than 5%, or infinite
-        if one that the loss function returns is not finite. If `how` is "is not linear",
-        it is how far the loss scale changes the gradient, relative to it.
+        if only float32's is 0, and infinite if either is not finite. If `how` is "is not
+        linear", it is how much the loss scale changes the gradient, relative to it. Of
+        "a value inside", it is another figure, the share of its numbers that are off by
+        more than 5%; or infinite, if the loss function returns the value beside the loss
+        and it is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -96,14 +97,14 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
                 off[name] = 0.0
         elif not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
-            wrong.append(_entry(name, math.inf, cause, run))
-        elif _determines(_in_float32(runs, name), note):
+            wrong.append(_wrong(name, math.inf, cause, run))
+        elif _float32_determines(_in_float32(runs, name), note):
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
             elif note.typical or cause.how not in _OF_DIFFERENCES:
                 off[name] = how_far
-                wrong.append(_entry(name, how_far, cause, run))
+                wrong.append(_wrong(name, how_far, cause, run))
     wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
     return off, wrong
 
@@ -112,10 +113,10 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """The first value inside that is wrong, as a list of one; empty if none is.
 
     A value is wrong if more than a fifth of its numbers are off, and so are those of a
-    later value that is computed from it. It is not wrong if
+    later value that reads it. But it is not wrong if
     - float32 does not determine it,
-    - all later values that are off are below the normal numbers of float16, in a program
-      that computes in float16,
+    - the later values are below the normal numbers of float16, in a program that
+      computes in float16,
     - no result is computed from it, as from the condition of a loop, or
     - it is the difference of numbers that are equal but for rounding to 16 bits.
     What the loss function returns beside the loss stands for a later value, and is itself
@@ -129,30 +130,30 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
-            return [_entry(A_VALUE_INSIDE, note.error, cause_of(note), run)]
-    spread = _spread(runs)
+            return [_wrong(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+    off_inside = _widely_off(runs)
     least = least_normal(np.float16) if np.float16 in dtypes else 0.0
-    counts = {
+    still_off_later = {
         read
-        for note in [*spread, *aux]
+        for note in [*off_inside, *aux]
         if note.typical >= least
-        for read in all_before(note.reads, _if_moved)
+        for read in back_from(note.reads, _moved_from)
     }
     eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-    for note in spread:
-        if note in counts:
+    for note in off_inside:
+        if note in still_off_later:
             cause = cause_of(note)
             if not _is_difference_of_equals(cause.note, eps):
-                return [_entry(A_VALUE_INSIDE, note.off_share, cause, run)]
+                return [_wrong(A_VALUE_INSIDE, note.off_share, cause, run)]
     return []
 
 
-def _entry(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
     """The `Wrong` of a result with this cause, for the report."""
     at = cause.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
-    is_before_the_loss = at in all_before(notes_of([run.loss]))
+    is_before_the_loss = at in back_from(notes_of([run.loss]))
     is_derivative = at.origin.is_derivative and not at.is_backward
     return Wrong(
         name,
@@ -177,7 +178,7 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     if runs.in_float32:
         by_own_choices = runs.in_float32.results[name].pair.actual
         if np.isfinite(by_own_choices).all():
-            before = set(all_before([note]))
+            before = set(back_from([note]))
             for earlier in runs.fitting.notes:
                 if earlier.bad and earlier in before:
                     return cause_of(earlier)
@@ -204,7 +205,7 @@ def _in_float32(runs: Runs, name: str) -> Note | None:
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
-def _determines(in_float32: Note | None, note: Note) -> bool:
+def _float32_determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value so well that 16 bits can be wrong about it.
 
     It does if it is off from float64 by 5% at most, or by far less than 16 bits are off
@@ -256,7 +257,7 @@ def _are_grads_right(runs: Runs) -> bool:
         if note is None:
             continue
         is_off = note.error > TOLERANCE or not note.is_reference_finite
-        is_determined = _determines(runs.in_float32.results[name].note, note)
+        is_determined = _float32_determines(runs.in_float32.results[name].note, note)
         if is_off and is_determined:
             return False
     return True
@@ -288,13 +289,13 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 # --- values inside ---
 
 
-def _spread(runs: Runs) -> list[Note]:
+def _widely_off(runs: Runs) -> list[Note]:
     """The values of the forward pass of which a fifth is off.
 
     Those are left out that no result depends on, or that float32 does not determine.
     """
     run = runs.fitting
-    used = set(all_before(notes_of([*run.results.values(), *run.aux])))
+    used = set(back_from(notes_of([*run.results.values(), *run.aux])))
     in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     return [
         note
@@ -302,7 +303,7 @@ def _spread(runs: Runs) -> list[Note]:
         if note in used
         and not note.is_backward
         and note.off_share > LARGE_SHARE
-        and _determines(in_float32.get(note.result), note)
+        and _float32_determines(in_float32.get(note.result), note)
     ]
 
 
@@ -317,6 +318,6 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
     return _is_wide_sum(note) and note.typical < eps * size_of_sum
 
 
-def _if_moved(note: Note) -> Sequence[Note]:
+def _moved_from(note: Note) -> Sequence[Note]:
     """The notes of what a loop moved to make a value; none of an equation's result."""
     return () if note.is_computed else note.reads
