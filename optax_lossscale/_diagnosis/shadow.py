@@ -58,7 +58,7 @@ def run_to_seed(
     *others, seed = program.takes
     runner = _Runner(widths)
     values = [_value_of(argument, widths) for argument in arguments]
-    env = runner.env_of(program._replace(takes=others), values)
+    env = {**runner.constants_of(program), **dict(zip(others, values, strict=True))}
     before_seed = list(
         itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
     )
@@ -129,13 +129,13 @@ class _Runner:
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
         """The results of a program."""
-        env = self.after(program.pieces, self.env_of(program, values))
+        arguments = dict(zip(program.takes, values, strict=True))
+        env = self.after(program.pieces, {**self.constants_of(program), **arguments})
         return [env[v] for v in program.gives]
 
-    def env_of(self, program: Program, values: Iterable[Value]) -> Env:
-        """The values that a program begins with: its constants and arguments."""
-        constants = {v: self._constant(x) for v, x in program.constants.items()}
-        return {**constants, **dict(zip(program.takes, values, strict=True))}
+    def constants_of(self, program: Program) -> Env:
+        """The constants of a program as values."""
+        return {v: self._constant(x) for v, x in program.constants.items()}
 
     def after(self, pieces: Iterable[Piece], env: Env) -> Env:
         """The values after pieces have run, without those that no later one reads."""
