@@ -101,8 +101,9 @@ def exponents(
     """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
     The bins are powers of two. The ranges in which the dtype has only subnormal
-    numbers, zero or infinity are shaded, with the percentage that is 0 in it. Gradients
-    that are infinite or NaN are not drawn, but count in the percentages.
+    numbers, zero or infinity are shaded, with the percentage of the scaled gradients
+    that are 0 in it. Gradients that are 0, infinite or NaN are not drawn, but count in
+    the percentages.
 
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. If they are computed in

@@ -7,7 +7,6 @@ remarks gives the verdict, and the advice has what to do about each.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -82,65 +81,53 @@ def _about_constants(wrong: Wrong) -> str:
     if not wrong.is_in_float32 or not wrong.rounded:
         return ""
     return (
-        f" A constant at {lines_of(wrong.rounded)} became 0 or infinite in 16 bits when "
-        "the program was traced: write it as a float32 array, or compute in float32 "
-        "there."
+        f" A constant at {lines_of(wrong.rounded)} is 0 or infinite in 16 bits. If you "
+        "wrote another number, such as 1e-8, write it as a float32 array, or compute in "
+        "float32 there."
     )
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
     is_loss = wrong.name == THE_LOSS
-    is_inside = wrong.name == A_VALUE_INSIDE
-    is_known_in_float32 = math.isfinite(findings.loss_in_float32)  # not of a kernel
-    words = _first(
-        (
-            wrong.is_in_float32,
-            "{what} not finite in float32 either, so no loss scale helps",
-        ),
-        (
-            is_loss and is_known_in_float32,
-            "The loss is {found.loss:.4g} at any loss scale; in float32 it is "
-            "{found.loss_in_float32:.4g}",
-        ),
-        (is_loss, "The loss is {found.loss:.4g} at any loss scale"),
-        (
-            is_inside and findings.off_by_choices,
-            "{dtypes} {give} wrong values inside",
-        ),
-        (
-            is_inside,
-            "{dtypes} {give} wrong values inside, though loss and gradients agree as "
-            "far as float32 determines them",
-        ),
-        (
-            findings.initial_scale is None,
-            "The gradients are not finite at any loss scale, but are in float32",
-        ),
-        (
-            wrong.how is How.IS_NOT_LINEAR,
-            "A loss scale of {scale} changes the gradient of {wrong.name} by "
-            "{wrong.off:.1%}",
-        ),
-        (
-            True,
-            "{dtypes} {give} wrong gradients: that of {wrong.name} is off by "
-            "{wrong.off:.1%}, at the scale that fits best",
-        ),
-    )
-    return words.format(
-        found=findings,
-        wrong=wrong,
-        what="The loss is" if is_loss else "The gradients are",
-        scale=scale_name(findings.scale),
-        dtypes=" and ".join(map(str, findings.computes_in)),
-        give="give" if len(findings.computes_in) > 1 else "gives",
+    if wrong.is_in_float32:
+        what = "The loss is" if is_loss else "The gradients are"
+        return f"{what} not finite in float32 either, so no loss scale helps"
+    if is_loss:
+        return _about_loss(findings)
+    dtypes = " and ".join(map(str, findings.computes_in))
+    give = "give" if len(findings.computes_in) > 1 else "gives"
+    if wrong.name != A_VALUE_INSIDE:
+        return _about_gradient(findings, wrong, f"{dtypes} {give}")
+    inside = f"{dtypes} {give} wrong values inside"
+    if findings.off_by_choices:
+        return inside
+    return (
+        f"{inside}, though loss and gradients agree as far as float32 determines them"
     )
 
 
-def _first(*rules: tuple[Any, str]) -> str:
-    """The words of the first rule whose condition holds."""
-    return next(words for holds, words in rules if holds)
+def _about_loss(findings: Findings) -> str:
+    """What is wrong with the loss."""
+    loss = f"The loss is {findings.loss:.4g} at any loss scale"
+    if not math.isfinite(findings.loss_in_float32):  # as of a kernel
+        return loss
+    return f"{loss}; in float32 it is {findings.loss_in_float32:.4g}"
+
+
+def _about_gradient(findings: Findings, wrong: Wrong, dtypes_give: str) -> str:
+    """What is wrong with a gradient."""
+    if findings.initial_scale is None:
+        return "The gradients are not finite at any loss scale, but are in float32"
+    if wrong.how is How.IS_NOT_LINEAR:
+        return (
+            f"A loss scale of {scale_name(findings.scale)} changes the gradient of "
+            f"{wrong.name} by {wrong.off:.1%}"
+        )
+    return (
+        f"{dtypes_give} wrong gradients: that of {wrong.name} is off by "
+        f"{wrong.off:.1%}, at the scale that fits best"
+    )
 
 
 _KEEP_FINITE = (
@@ -154,18 +141,12 @@ _INNER = (
     "scale reaches: scale its own loss by a fixed number, as in "
     "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
 )
-_PRODUCTS = (
-    "Keep the products at {lines} in float32: with "
-    "precision=jax.lax.Precision.HIGHEST under autocast, else by casting the operands."
-)
-_BETWEEN = " Keep in float32, too, what is computed from them at {between}."
 _SUM = "Compute {line} in float32, as small terms are lost beside a large sum: "
 _BACKWARD_SUM = (
     "cast a parameter where it is read, such as the rows of an embedding and not its "
     "table, or a weight inside the loop."
 )
 _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
-_MADE_OF = " That is made of what is rounded at {between}."
 _REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
@@ -194,25 +175,25 @@ def _remedy(wrong: Wrong) -> str:
     if not products and place.is_any(Trait.PRODUCT):
         products = [place]
     between = lines_of(others)
-    is_out_of_range = wrong.how in (How.VANISHES, How.OVERFLOWS)
-    can_keep_products = products and wrong.how not in _WITHOUT_PRODUCTS
-    is_backward_sum = wrong.how is How.STAGNATES and place.is_backward
-    remedy = _REMEDIES[wrong.how]
-    words = _first(
-        (wrong.is_in_float32, _KEEP_FINITE),
-        (wrong.is_inner and is_out_of_range, _INNER),
-        (can_keep_products and between, _PRODUCTS + _BETWEEN),
-        (can_keep_products, _PRODUCTS),
-        (is_backward_sum, _SUM + _BACKWARD_SUM),
-        (between in ("", place.source), remedy),
-        (True, remedy + _MADE_OF),
-    )
-    return words.format(
-        line=place.line,
-        source=place.source,
-        lines=lines_of(products),
-        between=between,
-    )
+    if wrong.is_in_float32:
+        return _KEEP_FINITE
+    if wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
+        return _INNER.format(source=place.source)
+    if products and wrong.how not in _WITHOUT_PRODUCTS:
+        keep = (
+            f"Keep the products at {lines_of(products)} in float32: with "
+            "precision=jax.lax.Precision.HIGHEST under autocast, else by casting the "
+            "operands."
+        )
+        if not between:
+            return keep
+        return f"{keep} Keep in float32, too, what is computed from them at {between}."
+    if wrong.how is How.STAGNATES and place.is_backward:
+        return _SUM.format(line=place.line) + _BACKWARD_SUM
+    remedy = _REMEDIES[wrong.how].format(line=place.line, source=place.source)
+    if between in ("", place.source):
+        return remedy
+    return f"{remedy} That is made of what is rounded at {between}."
 
 
 # --- what is not as the user meant it ---
@@ -292,8 +273,8 @@ def _about_the_loss(findings: Findings) -> _Remarks:
     """A remark on a loss in float16."""
     if findings.loss_dtype == np.float16 and not findings.wrong:
         yield (
-            "float16 is fine except for the loss: its gradient is the scale, at most "
-            "2**15.",
+            "float16 is fine except for the loss: the loss scale is its gradient, and "
+            "float16 holds none above 2**15.",
             "Compute the loss in float32: cast what it averages or sums.",
         )
 

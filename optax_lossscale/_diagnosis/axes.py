@@ -15,7 +15,7 @@ TEAL = "#00798c"
 
 
 def axes_for(axes: Axes | None, height: float) -> Axes:
-    """The given axes, or new ones, with a pale grid and no frame at the top and right.
+    """The given axes, or new ones; both get a pale grid, and no frame at top and right.
 
     `height` is that of a new figure, in inches.
     """

@@ -15,7 +15,7 @@ from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     SUMS,
     Note,
-    all_before,
+    back_from,
     least_infinite,
     least_normal,
 )
@@ -47,14 +47,14 @@ class How(enum.StrEnum):
 
 
 SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
-"""What an equation does to numbers for want of digits, in it or in its operands."""
+"""What an equation does that more digits, in it or in its operands, would cure."""
 
 
 class Cause(NamedTuple):
     """What makes a result wrong."""
 
     how: How
-    note: Note  # of the equation at fault; of the result itself, if none is
+    note: Note  # of the equation at fault; of the result itself, if no equation is
     # The values in 16 bits to whose rounding that equation is sensitive
     rounded: tuple[Note, ...] = ()
     is_in_float32: bool = False  # whether the result is not finite in float32 either
@@ -79,7 +79,8 @@ def cause_of(note: Note) -> Cause:
         if fault.is_any(Trait.ADDS_TWO):  # which gives 0 only for numbers that cancel
             how = How.CANCELS
     made = _computed(fault)
-    limits = all_before([*made.reads, made], _limits_in)
+    # The last is the first to be looked at.
+    limits = back_from([*made.reads, made], _limits_in)
     saturated = next(filter(_saturates, limits), None)
     if saturated is not None:
         return Cause(How.SATURATES, saturated)
@@ -90,7 +91,7 @@ def _for_want_of_digits(how: How, note: Note) -> Cause:
     """The cause if an equation is sensitive to rounding, or to numbers that were lost."""
     rounded = tuple(
         earlier
-        for earlier in all_before(note.reads, _rounded_in)
+        for earlier in back_from(note.reads, _rounded_in)
         if is_narrow_dtype(earlier.dtype) and earlier.is_computed
     )
     lost = [earlier for earlier in rounded if earlier.lost > LARGE_SHARE]
@@ -164,8 +165,8 @@ def _how_off(note: Note) -> How:
         return How.VANISHES
     if not is_narrow:
         return How.AMPLIFIES
-    is_sum_of_rounds = note.rounds and note.is_any(SUMS)
-    is_long_sum = is_sum_of_rounds or note.is_any(Trait.ADDS_MANY)
+    is_sum_in_loop = note.rounds and note.is_any(SUMS)
+    is_long_sum = is_sum_in_loop or note.is_any(Trait.ADDS_MANY)
     return How.STAGNATES if is_long_sum else How.ROUNDS
 
 
@@ -192,7 +193,10 @@ def _saturates(note: Note) -> bool:
 
 
 def _limits_in(note: Note) -> Sequence[Note]:
-    """The operands whose 1 or -1 a result may have; that of a sum or product is its own."""
+    """The operands at a limit from which a result may have taken its 1 or -1.
+
+    A sum or product makes its own.
+    """
     if note.is_any(SUMS | Trait.PRODUCT):
         return ()
     return [read for read in note.reads if read.at_limit]
@@ -225,7 +229,8 @@ def _first_lost(note: Note) -> Note:
 def _rounded_in(note: Note) -> Sequence[Note]:
     """The operands whose rounding counts in a result.
 
-    None does in a product in 16 bits, nor a term that is small beside another.
+    A product in 16 bits rounds by itself, and so has none. Of a sum, terms that are small
+    beside another are left out.
     """
     if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
         return ()

@@ -35,7 +35,7 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
     return off
 
 
-def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
+def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """The choices that float32 would have made otherwise: for each line, the worst.
 
     Those that differ most come first. All of them count if the loss is off by choices,
@@ -46,8 +46,8 @@ def choices_of(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
     """
     if not np.isfinite(run.loss.pair.actual):
         return []
-    most = max(off_by_choices.values(), default=0.0)
-    all_count = THE_LOSS in off_by_choices or most > LARGE_SHARE
+    most = max(off.values(), default=0.0)
+    all_count = THE_LOSS in off or most > LARGE_SHARE
     worst: dict[str, Note] = {}
     for note in sorted(run.notes, key=lambda note: note.decided, reverse=True):
         if note.decided > (0.0 if all_count else _tolerated(note)):

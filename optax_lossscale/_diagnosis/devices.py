@@ -81,7 +81,7 @@ class Devices(NamedTuple):
         return function
 
     def entered(self, value: Value, spec: jax.P) -> Value:
-        """An operand of the innermost `shard_map`: stacks the parts of its devices."""
+        """An operand of the innermost `shard_map`, as the stack of what each device gets."""
         return value.each(_on_each(self, _as_stack, spec, self.maps[-1].of_stack))
 
     def exited(self, value: Value, spec: jax.P) -> Value:

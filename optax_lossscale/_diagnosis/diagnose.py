@@ -41,7 +41,8 @@ def diagnose(
     """Says whether 16 bits are fine for a model as it is, and if not, what to do.
 
     Runs the gradient of the loss function with every value beside what float32 gives
-    for it, at a loss scale of 1 and at the one that fits. It reports whether the loss,
+    for it, at a loss scale of 1 and, where gradients are in float16, at the one that
+    fits. It reports whether the loss,
     the gradients and the values inside are right. Where they are wrong, it names the
     line and the layer, and says what to do. It finds the loss scale that fits, and how
     many gradients are lost to underflow. A loss function that computes in float32 is
@@ -49,8 +50,9 @@ def diagnose(
 
     Float32 makes the same choices as the program, such as indices and branches. If it
     would make others, or if anything is off, the gradient is also run in float32 with
-    its own choices, beside float64. Constants are as they
-    were rounded when the program was traced: 0.999 is 1 in bfloat16.
+    its own choices, beside float64. Constants are the same
+    in float32 as tracing the program left them: where bfloat16 has rounded 0.999 to 1, it
+    is 1 in float32 too, and no error is found.
 
     A run that takes long prints a line of progress to stderr every 10 seconds or so.
 

@@ -81,7 +81,7 @@ class Operation(NamedTuple):
 
     @property
     def is_widened(self) -> bool:
-        """Whether an operand in 16 bits was widened."""
+        """Whether an operand in 16 bits was widened, and the dtype is no choice."""
         is_wide = self.dtype.itemsize > 2 and not self.by_choice
         return is_wide and not HALVES.isdisjoint(self.before)
 
@@ -204,20 +204,22 @@ def _report_of(
       line: the user's line that runs the program; "" for the whole program.
       before: the dtypes of its arguments before they were widened, if a call tells.
     """
-    # By the `id` of a variable
+    # By the `id` of a variable, as a literal has no hash
     unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
     reports = []
     for eqn in jaxpr.eqns:
         operands = _before(eqn.invars, unwidened)
         if keeps_numbers(eqn):
-            unwidened.update((id(v), operands[0]) for v in eqn.outvars)
+            # There is one operand, or one for each result.
+            of_results = zip(map(id, eqn.outvars), itertools.cycle(operands))
+            unwidened.update(of_results)
         source = line_of(eqn, line)
         reports.append(_report_on(eqn, usual, source, unwidened))
         of_call = operands if Trait.CALLS in traits(eqn) else ()
         for program in programs_in(eqn):
             inner = _report_of(open_jaxpr(program), usual, source, of_call)
             reports.append(_repeated(inner, _times(eqn)))
-    return DtypeReport(*map(_alike, zip(*reports, strict=True)))
+    return DtypeReport(*map(_joined, zip(*reports, strict=True)))
 
 
 def _report_on(
@@ -273,8 +275,11 @@ def _times(eqn: JaxprEqn) -> int:
     return 1
 
 
-def _alike(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
-    """Joins operations of all lists that differ only in their counts, added up."""
+def _joined(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
+    """Joins the operations of all lists that are alike but for how much they compute.
+
+    Their counts and multiplications are added up, and the most terms are kept.
+    """
     kinds: dict[Operation, list[Operation]] = defaultdict(list)
     for operation in itertools.chain.from_iterable(lists):
         kind = operation._replace(count=0, multiplications=0, terms=0)

@@ -1,4 +1,4 @@
-"""The equations of a program, those of the programs that it runs included."""
+"""All equations of a program, and what the results of one have of its operands."""
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -11,7 +11,7 @@ from optax_lossscale._programs.walk import programs_in
 
 @cached_by_program
 def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
-    """All equations of a program, each once, before those in the programs it holds."""
+    """All equations of a program, each once, and after it those of what it runs."""
     found: dict[JaxprEqn, None] = {}
     for eqn in open_jaxpr(program).eqns:
         found[eqn] = None
@@ -20,8 +20,16 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
     return tuple(found)
 
 
+def is_one_to_one(eqn: JaxprEqn) -> bool:
+    """Whether each result is made of the operand in its place, and of no other."""
+    moves = traits(eqn) & (Trait.MOVES | Trait.SENDS)
+    return bool(moves) and len(eqn.invars) == len(eqn.outvars)
+
+
 def keeps_numbers(eqn: JaxprEqn) -> bool:
-    """Whether the result only moves, repeats or widens numbers of its one operand."""
+    """Whether each result only moves, drops, repeats or widens numbers of one operand."""
+    if is_one_to_one(eqn) and Trait.MOVES in traits(eqn):
+        return True
     if len(eqn.invars) != 1:
         return False
     if Trait.CASTS not in traits(eqn):

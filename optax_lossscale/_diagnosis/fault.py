@@ -21,14 +21,15 @@ from optax_lossscale._programs.values import is_narrow_dtype
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
 _ROUNDING = 2.0**-8  # the largest error that one rounding to bfloat16 makes
-_MANY_ROUNDS = 8  # in which an error has to grow for its equation to be at fault
+_MANY_ITERATIONS = 8  # in which an error has to grow for their equation to be at fault
 
 
 def at_fault(note: Note) -> Note | None:
-    """The note of the equation in which an error grows, or None if it grows in many.
+    """The note of the equation in which an error grows, or None if no equation stands out.
 
-    An equation whose operands are off already is not at fault, however much worse its
-    result is.
+    An equation with an operand that is off by more than 5% already is not at fault,
+    however much worse its result is. If nothing on the path is off by so much, as before
+    a value inside, the note itself is where to look.
     """
     path = path_from(note, _off_before)
     off = [n for n, on_path in enumerate(path) if on_path.error > TOLERANCE]
@@ -56,19 +57,19 @@ def _off_before(note: Note) -> Note | None:
 
 
 def _where_it_grows(path: Sequence[Note]) -> Note | None:
-    """The note of the equation in which an error grows, at once or over many rounds."""
+    """The note of the equation in which an error grows, at once or over many iterations."""
     # An error above 100% counts as 100%: 1/256 in the place of 1/5000 is off by 1800%.
     errors = [max(min(note.error, 1.0), _ROUNDING) for note in path]
-    return jump(path, [*errors, _ROUNDING], _JUMP) or _in_many_rounds(path)
+    return jump(path, [*errors, _ROUNDING], _JUMP) or _in_many_iterations(path)
 
 
-def _in_many_rounds(path: Sequence[Note]) -> Note | None:
-    """The note of an equation in which an error grows a little in each of many rounds.
+def _in_many_iterations(path: Sequence[Note]) -> Note | None:
+    """The note of an equation in which an error grows a little in many iterations.
 
     It is the one that rounds to 16 bits, a sum if it can be.
     """
     counts = Counter(note.origin for note in path if note.rounds)
-    often = [note for note in path if counts[note.origin] >= _MANY_ROUNDS]
+    often = [note for note in path if counts[note.origin] >= _MANY_ITERATIONS]
     narrow = [note for note in often if is_narrow_dtype(note.dtype)] or often
     sums = [note for note in narrow if note.is_any(SUMS)]
     return next(iter(sums or narrow), None)

@@ -21,22 +21,24 @@ _LEAST = 0.25
 class Figures:
     """How far a result is from the reference, and how large it is.
 
-    The reference is the same result in float32, or in float64 where the program itself
-    runs in float32.
+    The reference is the same result in float32, or, in the further run of the program in
+    float32, the same in float64.
 
     Attributes:
       count: how many numbers the result has; a complex number counts as two.
       error: how far it is from the reference: the norm of the difference, relative to
         the norm of the reference. It is 0 if the numbers of both are all 0, 1 if only
-        those of the reference are, and infinite if the result is bad.
-      distance: the norm of the difference, not relative; infinite if the result is bad.
-      off_share: the share of its numbers that are off by more than 5% of the reference,
-        or of a quarter of the mean size where that is more.
+        those of the reference are, and infinite if the result is bad or the difference
+        is out of float32's range.
+      distance: the norm of the difference, not relative; infinite where `error` is.
+      off_share: the share of its numbers that are finite, and off by more than 5% of the
+        reference, or of a quarter of the mean size where that is more. A finite mask,
+        such as -3e4, counts in the mean size, and so may hide that others are off.
       bad: whether a number is not finite where the reference is.
       nan: whether a number is NaN where the reference is finite.
       is_reference_finite: whether all numbers of the reference are finite.
       is_reference_nan: whether a number of the reference is NaN.
-      lost: the share that is zero, of the numbers that are not zero in the reference.
+      lost: the share that is zero, of the numbers whose reference is finite and not zero.
       at_limit: whether a number is 1 or -1 where the reference is between these.
       decided: of indices and conditions, the share that the reference decides otherwise.
       largest: the largest finite absolute value, of the result or of the reference,
@@ -86,7 +88,7 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
     sizes = np.abs(reference)
     largest = float(np.maximum(sizes.max(), np.abs(actual).max()))  # NaN if one is NaN
     if not math.isfinite(largest):
-        return _figures_of_any(actual, reference)
+        return _figures_if_not_finite(actual, reference)
     count = actual.size
     norm = _norm(reference)
     typical = norm / math.sqrt(count)
@@ -94,7 +96,7 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
     distance = _norm(apart)
     if not distance:
         return Figures(count, largest=largest, typical=typical)
-    least = _LEAST * float(sizes.sum()) / count
+    least = _LEAST * float(sizes.mean(dtype=np.float64))
     is_off = apart > TOLERANCE * np.maximum(sizes, least)
     n_nonzero = np.count_nonzero(reference)
     n_lost = np.count_nonzero(reference[actual == 0])
@@ -103,15 +105,15 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
         count,
         error=distance / norm if norm else 1.0,
         distance=distance,
-        off_share=np.count_nonzero(is_off) / count,
-        lost=n_lost / max(n_nonzero, 1),
+        off_share=float(is_off.mean()),
+        lost=float(n_lost / max(n_nonzero, 1)),
         at_limit=bool(is_at_limit.any()),
         largest=largest,
         typical=typical,
     )
 
 
-def _figures_of_any(actual: np.ndarray, reference: np.ndarray) -> Figures:
+def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures:
     """The figures of a result if it or the reference has a number that is not finite."""
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)

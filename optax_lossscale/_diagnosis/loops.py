@@ -1,6 +1,6 @@
-"""Loops and branches, run in Python round by round, with values in pairs.
+"""Loops and branches, run in Python iteration by iteration, with values in pairs.
 
-So each round has notes of its own, which say in which round numbers go wrong. The
+So each iteration has notes of its own, which say where in a loop numbers go wrong. The
 program's own values choose which branch is taken, and how long a loop goes on. The
 reference follows them.
 """
@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.program import Instruction
-from optax_lossscale._diagnosis.value import Value, noted_alone
+from optax_lossscale._diagnosis.value import Value, with_own_note
 from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carried_by, first_inside
 
 RunsProgram = Callable[..., list[Value]]
-"""Called with a program, its arguments and, in a loop, the round as a tuple."""
+"""Runs a program.
+
+It is called with the program, its arguments and, in a loop, the number of the iteration,
+in a tuple.
+"""
 
 
 def scan(
@@ -32,7 +36,7 @@ def scan(
       instruction: the `scan`.
       ins: its operands.
       run: runs its body.
-      axis: the axis of arrays along which the rounds lie.
+      axis: the axis of arrays along which the iterations lie.
     """
     (body,) = instruction.programs
     eqn = instruction.eqn
@@ -41,14 +45,14 @@ def scan(
     carry = ins[carried.start : carried.stop]
     length = eqn.params["length"]
     columns = [_rows(stack, length, axis) for stack in ins[carried.stop :]]
-    rounds = range(length)
-    rows_of_rounds = {}
-    for n in reversed(rounds) if eqn.params["reverse"] else rounds:
+    iterations = range(length)
+    rows_of_each = {}
+    for n in reversed(iterations) if eqn.params["reverse"] else iterations:
         rows = [column[n] for column in columns]
         results = run(body, [*consts, *carry, *rows], (n,))
         carry = results[: len(carried)]
-        rows_of_rounds[n] = results[len(carried) :]
-    stacks = zip(*(rows_of_rounds[n] for n in rounds), strict=True)
+        rows_of_each[n] = results[len(carried) :]
+    stacks = zip(*(rows_of_each[n] for n in iterations), strict=True)
     return [*carry, *(_stack(rows, axis) for rows in stacks)]
 
 
@@ -87,7 +91,7 @@ def cond(
     return results
 
 
-# Where rounds or branches differ between examples, or between devices, a program runs
+# Where iterations or branches differ between examples, or between devices, a program runs
 # for all of them. Those whose loop has ended, or that take another branch, do not
 # *count*: they copy one that does, so that no note is about numbers that the program
 # never computes.
@@ -115,7 +119,7 @@ def _where(
     joined = []
     for x, y in zip(new, old, strict=True):
         pair = jax.tree.map(choose, x.pair, y.pair)
-        joined.append(noted_alone(pair, [x, y]))
+        joined.append(with_own_note(pair, [x, y]))
     return joined
 
 
@@ -125,11 +129,11 @@ def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
     return jnp.where(np.expand_dims(which, further_axes), _on_host(x), _on_host(y))
 
 
-# --- stacks of what each round reads or makes ---
+# --- stacks of what each iteration reads or makes ---
 
 
 def _rows(stack: Value, length: int, axis: int) -> list[Value]:
-    """The rows of a stack, one for each round, with notes of their own."""
+    """The rows of a stack, one for each iteration, with notes of their own."""
     whole = stack.each(_on_host).pair
     rows = []
     for n in range(length):
@@ -138,19 +142,19 @@ def _rows(stack: Value, length: int, axis: int) -> list[Value]:
         if stack.parts:
             rows.append(Value(pair, stack.parts[n]))
         else:
-            rows.append(noted_alone(pair, [stack]))
+            rows.append(with_own_note(pair, [stack]))
     return rows
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
-    """The values of all rounds in a stack, which keeps the note of each."""
+    """The values of all iterations in a stack, which keeps the note of each."""
 
     def stack(*arrays):
         numpy = jnp if _is_key(arrays[0]) else np
         return numpy.stack(arrays, axis)
 
     pairs = [row.pair for row in rows]
-    stacked = noted_alone(jax.tree.map(stack, *pairs), rows)
+    stacked = with_own_note(jax.tree.map(stack, *pairs), rows)
     return stacked._replace(parts=[row.note for row in rows])
 
 

@@ -1,8 +1,8 @@
 """Notes: what is known of each result, and of what it is made.
 
-A `Note` belongs to one result of one equation, in one round of the loops around it. Its
+A `Note` belongs to one result of one equation, in one iteration of the loops around it. Its
 `reads` are the notes of the operands, so the notes of a run are a graph, which `cause`
-and `scale` go back along. What is the same in all rounds is in its `Origin`.
+and `scale` go back along. What is the same in all iterations is in its `Origin`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Origin:
     """Where values come from: an argument of the program, an equation, or a loop.
 
     What a loop takes apart or joins has the origin of the equation that computed it, but
-    without the `primitive`.
+    without the `primitive`, and without `stays_narrow`.
     """
 
     name: str = ""  # the path of an argument
@@ -46,8 +46,8 @@ class Origin:
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
-    # Whether it is in a backward pass: that of the loss function, or one inside of it,
-    # which `Note.is_backward` leaves out
+    # Whether JAX transposed it: in the backward pass of the loss, or in a derivative
+    # that the loss function takes itself, of which `Note.is_backward` is False
     is_derivative: bool = False
     terms: int = 1  # how many terms make each number of a product or sum
     stays_narrow: bool = False  # whether it computes in 16 bits if given wider floats
@@ -56,19 +56,20 @@ class Origin:
 
     @property
     def moved(self) -> "Origin":
-        """The origin of what a loop takes apart or joins, if this is where it was made."""
+        """The origin of what a loop takes from, or makes of, the results of this equation."""
         return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Note(Figures):
-    """What is known of one result of an equation, in one round of the loops around it.
+    """What is known of one result of an equation, in one iteration of the loops around it.
 
     Attributes:
       origin: the equation, or the argument of the program.
       dtype: the dtype of the result.
       position: which of the equation's results it is, from 0.
-      rounds: the rounds of the loops around it, the outermost first, from 0.
+      rounds: the number of the iteration of each loop around it, from 0, the outermost
+        loop first.
       is_backward: whether it is of the backward pass, and so in proportion to the loss
         scale, unless the pass is not linear.
       reads: the notes of its operands, which are left out in a report.
@@ -110,12 +111,12 @@ class Note(Figures):
 
     @property
     def result(self) -> tuple[Origin, int, tuple[int, ...]]:
-        """Which result it is of: of a computed result, the same in each run of the program."""
+        """A key of the result, which is equal in every run of the program if computed."""
         return self.origin, self.position, self.rounds
 
     @property
     def primitive(self) -> str:
-        """Its name in JAX, such as `dot_general`; of an argument, its path."""
+        """The name of the operation in JAX, as `dot_general`; of an argument, its path."""
         return self.origin.primitive or self.origin.name
 
     @property
@@ -140,7 +141,7 @@ class Note(Figures):
 
     @property
     def row(self) -> "Note":
-        """The same without the notes before it, to be kept in a report."""
+        """The same note without those that it reads, to be kept in a report."""
         return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
     def is_any(self, traits: Trait) -> bool:
@@ -183,10 +184,10 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
     return ()
 
 
-def all_before(
+def back_from(
     notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
-    """Notes, what they read, and so on, each once.
+    """Notes themselves, what they read, and so on, each once, the last one given first.
 
     Args:
       notes: where to begin.

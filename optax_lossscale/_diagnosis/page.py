@@ -7,6 +7,7 @@ underflows, and the advice.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.notes import THE_LOSS, Note
+from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait, traits_of
 
-_SHOWN = 8  # the rows and lines of a kind
+_SHOWN = 8  # how many rows of a table, or sentences about choices, are printed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class Diagnosis(Findings):
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32.
+      loss_in_float32: the loss in float32, by the choices of the program; by its own
+        choices if it is finite by these alone.
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the one in the optimizer's state. It is None if no state was given, or
@@ -83,12 +85,11 @@ class Diagnosis(Findings):
         of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
-        is empty if any is wrong by the choices of the program, which float32 makes in
-        all other fields.
+        is empty if any result is wrong already by the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or
-        numbers of rounds: of each line, what differs most.
-      initial_scale: the scale that fits. It is None if gradients are finite at none, or
-        if the loss or float32's results are not finite.
+        numbers of iterations: of each line, what differs most.
+      initial_scale: the scale that fits. It is None if gradients are finite at none of
+        those tried, or if the loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
       undetermined: the parameters whose gradients float32 does not determine.
       has_gradients: whether any gradient is not 0 in float32.
@@ -128,7 +129,7 @@ class Diagnosis(Findings):
         ]
         scale = scale_name(self.scale)
         wrong = [
-            (f"  {result.name}", percent(result.off), result.because)
+            (f"  {result.name}", _how_far_off(result), result.because)
             for result in self.wrong
         ]
         underflow = [
@@ -215,6 +216,13 @@ class Diagnosis(Findings):
                 f"Overflow: from {scale_name(2 * fits.largest)} on, first in "
                 f"{self.overflow}."
             )
+
+
+def _how_far_off(wrong: Wrong) -> str:
+    """How far a result is off; of a value inside, how many of its numbers are."""
+    off = percent(wrong.off)
+    is_share = wrong.name == A_VALUE_INSIDE and math.isfinite(wrong.off)
+    return f"{off} of its numbers are off" if is_share else off
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

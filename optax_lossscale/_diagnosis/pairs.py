@@ -27,8 +27,8 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
-# run so few times that compiling them takes longer than running.
+# Without its optimizations, XLA compiles for CPUs three times as fast. Most pieces run so
+# few times that compiling them takes longer than running.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
     @property
     def settled(self) -> "Pair":
-        """The pair for what reads it: in integers and booleans, the reference follows."""
+        """The pair as later equations read it: of integers or booleans, the actual ones."""
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
@@ -74,12 +74,14 @@ class Pair(NamedTuple):
             return figures_of_choices(self.actual, self.reference)
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
         actual = np.asarray(self.actual, dtype)
-        reference = np.asarray(self.reference, dtype)
+        # A number of float64 that float32 does not hold becomes infinite.
+        with np.errstate(over="ignore"):
+            reference = np.asarray(self.reference, dtype)
         return figures_of(actual, reference)
 
 
 def exact(x: Array, widths: Widths) -> Pair:
-    """A pair of an array on the host and itself, as of a constant."""
+    """The pair of an argument or constant, which is the same in both, but for its dtype."""
     if not is_inexact(x):
         return Pair(x, x)
     actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))
@@ -142,9 +144,10 @@ def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
-    The factors of an LU decomposition mean nothing without its pivots. So where the
-    reference has other pivots, its factors are replaced by the actual ones. The first
-    choice decides, as the pivots do, and any other follows from it.
+    The factors of an LU decomposition mean nothing without its pivots. So if the
+    reference has other pivots, in any matrix of a batch, its factors are replaced by the
+    actual ones in the whole batch. The first choice decides, as the pivots do, and any
+    other follows from it.
     """
     choices = [pair for pair in pairs if not is_inexact(pair.actual)]
     if not choices or len(choices) == len(pairs):
@@ -162,7 +165,7 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
 
 @functools.cache
 def compiler_options() -> dict[str, bool | int]:
-    """The options with which the compiler takes the least time."""
+    """Compiler options that keep every rounding, and, on CPUs, compile in little time."""
     # By default XLA may drop a cast to 16 bits and back, but its rounding counts here.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":

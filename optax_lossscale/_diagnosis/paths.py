@@ -6,13 +6,13 @@ from itertools import pairwise
 from optax_lossscale._diagnosis.notes import Note
 
 
-def path_from(note: Note, before: Callable[[Note], Note | None]) -> list[Note]:
-    """A note, the one that `before` gives for it, and so on, until that is None."""
+def path_from(note: Note, step: Callable[[Note], Note | None]) -> list[Note]:
+    """A note, the one that `step` gives for it, and so on, until it gives None."""
     path = []
     at: Note | None = note
     while at is not None:
         path.append(at)
-        at = before(at)
+        at = step(at)
     return path
 
 
@@ -24,6 +24,6 @@ def jump(path: Sequence[Note], sizes: Sequence[float], least: float) -> Note | N
       sizes: the positive size of each, and perhaps of what comes before the last one.
       least: the least growth that counts.
     """
-    growth = [size / before for size, before in pairwise(sizes)]
+    growth = [size / earlier for size, earlier in pairwise(sizes)]
     most = max(growth, default=0.0)
     return path[growth.index(most)] if most >= least else None

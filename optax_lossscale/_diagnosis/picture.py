@@ -8,12 +8,16 @@ from optax_lossscale._diagnosis.notes import least_infinite
 from optax_lossscale._diagnosis.table import Table
 
 _RED = "#d1495b"
-_SMALLEST = 2.0**-24  # of float16, subnormal numbers included
-_LARGEST = least_infinite(np.float16)
+_ROUNDED_TO_ZERO = 2.0**-25  # half of the least number of float16
+_ROUNDED_TO_INFINITY = least_infinite(np.float16)
 
 
 def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
-    """Draws the largest and the typical size of each result, in the program's order."""
+    """Draws the largest size of each result as a dot, in the program's order.
+
+    A line goes from the dot to the typical size. A dotted line is where the backward pass
+    begins.
+    """
     axes = axes_for(axes, 3.2)
     rows = [row for row in table.rows if row.largest]
     places = np.arange(len(rows))
@@ -41,8 +45,8 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
 def _shade(axes: Axes) -> None:
     """Shades the sizes that float16 does not hold."""
     bottom, top = axes.get_ylim()
-    bottom = min(bottom, _SMALLEST / 16)
-    top = max(top, _LARGEST * 16)
-    axes.axhspan(bottom, _SMALLEST, color="black", alpha=0.14, lw=0)
-    axes.axhspan(_LARGEST, top, color="black", alpha=0.14, lw=0)
+    bottom = min(bottom, _ROUNDED_TO_ZERO / 16)
+    top = max(top, _ROUNDED_TO_INFINITY * 16)
+    axes.axhspan(bottom, _ROUNDED_TO_ZERO, color="black", alpha=0.14, lw=0)
+    axes.axhspan(_ROUNDED_TO_INFINITY, top, color="black", alpha=0.14, lw=0)
     axes.set_ylim(bottom, top)

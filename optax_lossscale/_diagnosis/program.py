@@ -2,8 +2,8 @@
 
 An *instruction* is an equation with its origin in the program. A *piece* is a number of
 consecutive instructions. It ends at each product, so that the layers of a model, which
-are alike, share what is compiled for one. A loop or branch that computes floats is a
-piece by itself, whose programs are divided in turn.
+are alike, share what is compiled for one. A loop, branch or `shard_map` that reads or
+gives floats is a piece by itself, whose programs are divided in turn.
 """
 
 import math
@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
-from optax_lossscale._diagnosis.equations import keeps_numbers
+from optax_lossscale._diagnosis.equations import is_one_to_one, keeps_numbers
 from optax_lossscale._diagnosis.notes import Origin
-from optax_lossscale._diagnosis.wide import runs_no_rounds, stays_narrow
+from optax_lossscale._diagnosis.wide import runs_no_iterations, stays_narrow
 from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.keys import hashable, key_of
 from optax_lossscale._programs.lines import line_of
@@ -34,9 +34,9 @@ from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
-_LOOPS = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
+_RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
 # Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
-_NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
+_SCOPES_OF_JAX = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
 
 
 class Instruction(NamedTuple):
@@ -45,12 +45,18 @@ class Instruction(NamedTuple):
     eqn: JaxprEqn
     ins: Sequence[Var]  # its operands; a literal has a variable of its own
     origin: Origin
-    programs: Sequence["Program"]  # those of a loop or branch, to be run in Python
+    programs: Sequence[
+        "Program"
+    ]  # of a loop, branch or `shard_map`, to be run in Python
     # The positions of the results that have notes of their own: floats, and choices that
-    # depend on floats. Any other result only moves numbers, or is an integer, and has
-    # the note of its first operand.
+    # depend on floats. Any other result only moves numbers, or is an integer that no
+    # float decides, and has the note of its first operand.
     noted: Container[int]
     frees: Collection[Var]  # those that it reads or makes, and no later one reads
+
+    def operands_of(self, position: int) -> Sequence[Var]:
+        """The operands that the result in this position is made of."""
+        return [self.ins[position]] if is_one_to_one(self.eqn) else self.ins
 
 
 class Piece(NamedTuple):
@@ -99,8 +105,8 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
 
 
 def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """The programs of a loop or branch that reads or gives floats, if it runs at all."""
-    if not traits(eqn) & _LOOPS or runs_no_rounds(eqn):
+    """The programs that an equation with floats runs, if they are to be run in Python."""
+    if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
     has_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
     return programs_in(eqn) if has_floats else ()
@@ -121,7 +127,7 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
     The names come from the stack that JAX keeps for profiles, without what JAX and
     autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
-    own = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
+    own = [x for x in scopes_of(eqn) if not re.fullmatch(_SCOPES_OF_JAX, x)]
     scopes = [outer.scope, *own] if outer.scope else own
     is_transposed = "transpose(" in str(eqn.source_info.name_stack)
     return Origin(
@@ -136,9 +142,10 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
 
 
 def _has_lost_constant(eqn: JaxprEqn) -> bool:
-    """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by the latter.
+    """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by infinity.
 
-    It may be what rounding left of a constant, as of 1e-8 and -1e9 in float16.
+    The 0 or infinity may be what rounding left of a constant: in float16, it is 0 for
+    1e-8, and minus infinity for -1e9. What the user wrote is not known.
     """
     constants = [
         float(v.val)

@@ -1,9 +1,9 @@
 """The runs of a gradient in pairs: at a loss scale of 1, and at the one that fits.
 
-The magnitudes of the run at 1 say which scale fits. The run at that scale confirms it,
-or is repeated at another, as a backward pass need not be linear in the scale. Where
-something is off, there is one more run: of the program in float32, by its own choices,
-beside float64. It tells what float32 determines.
+The magnitudes of the run at 1 say which scale fits. In float16, a run at that scale
+confirms it, or is repeated at another, as a backward pass need not be linear in the
+scale. Where something is off, there is one more run: of the program in float32, by its
+own choices, beside float64. It tells what float32 determines.
 """
 
 from collections.abc import Hashable
@@ -61,9 +61,9 @@ class Run(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Which loss scale fits, and the run at it."""
+    """Which loss scale fits, and the run that confirms it."""
 
-    run: Run  # the run at 1, if none fits
+    run: Run  # at the scale that fits, or at a larger one; at 1 if none is confirmed
     # None if no scale gives finite gradients, or if the loss, or a result of the
     # reference, is not finite
     scale: InitialScale | None = None
@@ -82,7 +82,7 @@ class Runs(NamedTuple):
 
     @property
     def fitting(self) -> Run:
-        """The run at the scale that fits, or at 1 if none does."""
+        """The run that confirms the scale that fits, or the one at 1 if none does."""
         return self.fit.run
 
     @property
@@ -140,10 +140,10 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
     """The fit that a run at its scale confirms, or `fit` if none does.
 
     2**exponent fits if the backward pass is linear in the scale. If it is not, the next
-    try is at the scale that the magnitudes of this run suggest. At any time, `fit` is
-    the last that a run confirmed, and no scale above 2**most fits.
+    try is at the scale that the magnitudes of this run suggest. After `_TRIES` of them,
+    the fit is the last one that a run confirmed.
     """
-    most = HIGHEST
+    most = HIGHEST  # no scale above 2**most fits
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:
@@ -155,7 +155,7 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
         largest = max(min(first - 1, most), exponent)
         fitting = largest - MARGIN
         may_overflow = overflow is not None
-        if largest < HIGHEST:  # as a larger scale did overflow
+        if largest < HIGHEST:  # A larger scale did overflow.
             overflow = overflow or fit.overflow
         fit = Fit(run, _initial_scale(min(exponent, fitting), largest), overflow)
         is_near = fitting <= exponent + 1

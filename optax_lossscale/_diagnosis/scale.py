@@ -74,9 +74,10 @@ class Underflow(NamedTuple):
 
 
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
-    """The exponent of the first scale with an overflow, and the note of what causes it.
+    """The exponent of the first scale with an overflow, and the note of its cause.
 
-    If nothing overflows up to a scale of 2**HIGHEST, they are HIGHEST + 1 and None.
+    The cause is the equation that made the numbers large. If nothing overflows up to a
+    scale of 2**HIGHEST, the two are HIGHEST + 1 and None.
 
     Args:
       notes: the notes of a run.
@@ -174,7 +175,10 @@ def _sizes(x: ArrayLike) -> np.ndarray:
 
 
 def _is_gone(value: Value) -> np.ndarray:
-    """Which numbers of a gradient are zero, or subnormal if it was made in float16."""
+    """Which numbers of a gradient are zero, or subnormal if it was made in float16.
+
+    A gradient that was widened afterwards has the note of what it was widened from.
+    """
     sizes = _sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:
         return sizes < least_normal(np.float16)

@@ -4,7 +4,8 @@
 seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
 returns the results as pairs with notes, and all notes of the run. Pieces without loops
 are compiled, and the figures of their results are computed on the host. Loops and
-branches are run in Python, which knows the number of each round.
+branches are run in Python, which knows the number of each iteration. To run a program
+with wider numbers beside its own is called shadow execution.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ def run_to_seed(
     *others, seed = program.takes
     runner = _Runner(widths)
     values = [_value_of(argument, widths) for argument in arguments]
-    env = runner.env_of(program._replace(takes=others), values)
+    env = {**runner.constants_of(program), **dict(zip(others, values, strict=True))}
     before_seed = list(
         itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
     )
@@ -70,8 +71,8 @@ class Shadow(NamedTuple):
     """A program that has run in pairs up to its seed. A call runs the rest of it."""
 
     rest: Program  # the program without the pieces that have run
-    env: Env  # the values that do not depend on the seed
-    runner: "_Runner"  # which has noted these
+    env: Env  # the values that the pieces before it have made
+    runner: "_Runner"  # which has noted those values
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running."""
@@ -84,7 +85,9 @@ class Shadow(NamedTuple):
 def _value_of(argument: Argument, widths: Widths) -> Value:
     """The value of an argument of the whole program."""
     pair = exact(argument.array, widths)
-    figures = pair.figures if is_inexact(argument.array) else Figures()
+    figures = (
+        pair.figures if is_inexact(argument.array) else Figures(argument.array.size)
+    )
     note = Note(
         **vars(figures),
         origin=Origin(name=argument.name, is_parameter=argument.is_parameter),
@@ -101,7 +104,7 @@ class _Progress:
         self._printed = time.monotonic()
 
     def at(self, source: str, n_results: int) -> None:
-        """Says how many results there are, and the user's line of the last one."""
+        """Says how many results there are, and at which of the user's lines the run is."""
         if time.monotonic() - self._printed > _PATIENCE:
             self._printed = time.monotonic()
             progress = f"diagnose: {n_results} results, at {source}"
@@ -126,20 +129,21 @@ class _Runner:
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
         """The results of a program."""
-        env = self.after(program.pieces, self.env_of(program, values))
+        arguments = dict(zip(program.takes, values, strict=True))
+        env = self.after(program.pieces, {**self.constants_of(program), **arguments})
         return [env[v] for v in program.gives]
 
-    def env_of(self, program: Program, values: Iterable[Value]) -> Env:
-        """The values that a program begins with: its constants and arguments."""
-        constants = {v: self._constant(x) for v, x in program.constants.items()}
-        return {**constants, **dict(zip(program.takes, values, strict=True))}
+    def constants_of(self, program: Program) -> Env:
+        """The constants of a program as values."""
+        return {v: self._constant(x) for v, x in program.constants.items()}
 
     def after(self, pieces: Iterable[Piece], env: Env) -> Env:
         """The values after pieces have run, without those that no later one reads."""
         values = dict(env)
         for piece in pieces:
-            run = self._run_inside if piece.instructions[0].programs else self._compute
-            values.update(run(piece, values))
+            has_programs = bool(piece.instructions[0].programs)
+            apply = self._run_inside if has_programs else self._compute
+            values.update(apply(piece, values))
             for instruction in piece.instructions:
                 for v in instruction.frees:
                     del values[v]
@@ -152,7 +156,7 @@ class _Runner:
     def _run_inside(self, piece: Piece, env: Env) -> Env:
         """The results of a loop, a branch or a `shard_map`, from its programs."""
 
-        def run(program, values, rounds=()):
+        def run_program(program, values, rounds=()):
             inside = dataclasses.replace(self, rounds=self.rounds + rounds)
             return inside.run(program, values)
 
@@ -160,11 +164,11 @@ class _Runner:
         eqn = instruction.eqn
         ins = [env[v] for v in instruction.ins]
         if Trait.SCANS in traits(eqn):
-            results = loops.scan(instruction, ins, run, len(self.devices.maps))
+            results = loops.scan(instruction, ins, run_program, len(self.devices.maps))
         elif Trait.WHILE in traits(eqn):
-            results = loops.while_loop(instruction, ins, run)
+            results = loops.while_loop(instruction, ins, run_program)
         elif Trait.BRANCHES in traits(eqn):
-            results = loops.cond(instruction, ins, run)
+            results = loops.cond(instruction, ins, run_program)
         else:
             results = self._run_on_devices(instruction, ins)
         return dict(zip(eqn.outvars, results, strict=True))
@@ -181,15 +185,16 @@ class _Runner:
         return list(map(devices.exited, results, params["out_specs"]))
 
     def _compute(self, piece: Piece, env: Env) -> Env:
-        """The results of a piece without loops, by compiled code, with their notes."""
+        """What a piece without loops reads and gives, by compiled code, with notes."""
         values = {v: env[v] for v in piece.reads}
         ins = [value.pair for value in values.values()]
         pairs_of_each = self._compiled_for(piece)(ins)
         for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
             eqn = instruction.eqn
-            reads = notes_of(values[v] for v in instruction.ins)
             for position, v in enumerate(eqn.outvars):
                 pair = results[position]
+                operands = instruction.operands_of(position)
+                reads = notes_of(values[operand] for operand in operands)
                 note = self._note(instruction, position, pair, reads)
                 values[v] = Value(pair.settled, note)
         self.progress.at(piece.instructions[-1].origin.source, len(self.notes))
@@ -202,7 +207,10 @@ class _Runner:
         pair: Pair,
         reads: Sequence[Note],
     ) -> Note | None:
-        """The note of a result; of one without its own, that of the first operand."""
+        """Makes a result's note and adds it to `notes`; or gives the first operand's.
+
+        The note of the first operand is that of a result which has none of its own.
+        """
         if position not in instruction.noted:
             return reads[0] if reads else None
         note = note_of(

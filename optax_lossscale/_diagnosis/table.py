@@ -1,7 +1,7 @@
 """The table of a run: a row for each equation, with its error and magnitudes.
 
-A note is made in each round of a loop. The row of an equation is its note of the round
-in which it is off the most.
+A note is made in each iteration of a loop. The row of an equation is its note of the
+iteration in which it is off the most.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 class Table(NamedTuple):
     """A row for each computed result of the gradient, in the program's order.
 
-    Print it for the table. Of each row, `before` is how far the worst operand is off,
-    `off` how far the result is, `lost` the share of it that became 0, and `largest` its
-    largest number.
+    Print it for the table. Of each row, `layer` has the numbers of the iterations, too,
+    `before` is how far the worst operand is off, `off` how far the result is, `lost` the
+    share of it that became 0, and `largest` its largest number.
 
     Attributes:
-      rows: in a loop, the round in which the equation is off the most, but with the
-        largest number of all rounds.
+      rows: the note of each equation. Of one in a loop, it is the note of the iteration
+        in which it is off the most, but with the largest number of all iterations.
     """
 
     rows: tuple[Note, ...]
@@ -35,13 +35,13 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    all_rounds: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
+    of_each: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
     for note in notes:
-        all_rounds[note.origin, note.position].append(note)
+        of_each[note.origin, note.position].append(note)
     rows = []
-    for rounds in all_rounds.values():
-        worst = max(rounds, key=lambda note: note.error)
-        largest = max(note.largest for note in rounds)
+    for iterations in of_each.values():
+        worst = max(iterations, key=lambda note: note.error)
+        largest = max(note.largest for note in iterations)
         rows.append(dataclasses.replace(worst.row, largest=largest))
     return Table(tuple(rows))
 

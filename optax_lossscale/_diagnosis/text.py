@@ -9,7 +9,10 @@ _NAMED = 3  # how many names of a list are shown
 
 
 def wrapped(paragraph: str) -> str:
-    """A paragraph in lines of at most 100 characters, all but the first indented."""
+    """A paragraph in lines, all but the first of them indented.
+
+    A line has at most 100 characters, unless one word is longer.
+    """
     return textwrap.fill(
         paragraph,
         width=100,

@@ -15,7 +15,7 @@ class Value(NamedTuple):
 
     pair: Pair
     note: Note | None = None
-    parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
+    parts: Sequence[Note | None] = ()  # of each iteration, if a loop stacked them
 
     def each(self, function: Callable[[Any], Array]) -> "Value":
         """Applies a function to both arrays of the pair, and keeps the note, not `parts`."""
@@ -27,8 +27,8 @@ def notes_of(values: Iterable[Value]) -> list[Note]:
     return [value.note for value in values if value.note is not None]
 
 
-def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
-    """A value whose numbers were moved from others, with a note about its own numbers."""
+def with_own_note(pair: Pair, others: Iterable[Value]) -> Value:
+    """A value moved from others, as in a stack, with a note of its own that reads theirs."""
     reads = notes_of(others)
     if not reads:
         return Value(pair)

@@ -56,7 +56,7 @@ def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[
     """The results of an equation for wide operands, or as it is if `wide` is None."""
     if wide is None:
         return _applied(eqn, ins)
-    if runs_no_rounds(eqn):
+    if runs_no_iterations(eqn):
         carried = carried_by(eqn)
         carry = ins[carried.start : carried.stop]
         stacks = _as_traced(eqn, ins, wide)[len(carry) :]
@@ -72,7 +72,7 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
     One that reads or makes the bits of a number does not count: it is meant to, as the
     bits of a random number differ in another dtype.
     """
-    if not _is_fixed(eqn) or runs_no_rounds(eqn):
+    if not _is_fixed(eqn) or runs_no_iterations(eqn):
         return False
     inside = itertools.chain.from_iterable(map(equations, _programs_held(eqn)))
     return any(
@@ -100,7 +100,7 @@ def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     return list(filter(is_program, leaves))
 
 
-def runs_no_rounds(eqn: JaxprEqn) -> bool:
+def runs_no_iterations(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop over no rows, which returns the state it is given."""
     return Trait.SCANS in traits(eqn) and eqn.params["length"] == 0
 

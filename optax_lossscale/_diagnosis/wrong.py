@@ -2,10 +2,9 @@
 
 A result is wrong if it is off from float32 by more than 5%, if it is not finite in
 float32 either, or if it is not in proportion to the loss scale. Two kinds of results
-are not judged. Float32 does not determine a result if it is off from float64 as well,
-as for the gradient of a bias before a normalization, which is nothing but rounding. A
-result that is 0 in float32, and only rounding in 16 bits, compares two things that are
-equal.
+are not judged. One is what float32 does not determine, as it is off from float64 as
+well: the gradient of a bias before a normalization is nothing but rounding. The other
+is 0 in float32 and only rounding in 16 bits: it is the difference of two equal things.
 """
 
 import math
@@ -22,7 +21,7 @@ from optax_lossscale._diagnosis.notes import (
     SUMS,
     THE_LOSS,
     Note,
-    all_before,
+    back_from,
     least_normal,
 )
 from optax_lossscale._diagnosis.run import Run, Runs
@@ -31,10 +30,11 @@ from optax_lossscale._programs.values import is_narrow_dtype
 
 # The least size to compare: smaller numbers may lack digits in float32.
 _COMPARABLE = 2.0**-100
-# Of a result that is 0 in float32, these say that two things are to be equal.
+# If one of these is why a result is off that is 0 in float32, it is the difference of two
+# equal things.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
 _FAR_LESS = 3  # times: an error of float32 that is so much less than that of 16 bits
-_NEAR = 4  # how many equations back a constant may be that would have kept it finite
+_NEAR = 4  # how many equations back from an infinity to look for a lost constant
 _NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
 
 
@@ -43,15 +43,17 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it. It is 1 if only float32's is 0,
-        and infinite if either is not finite. Of a value inside, it is the share of its
-        numbers that are off by more than 5%. If `how` is "is not linear", it is how far
-        the loss scale changes the result.
+      off: of the loss or a gradient, how far it is from float32's, relative to that: 1
+        if only float32's is 0, and infinite if either is not finite. If `how` is "is not
+        linear", it is how much the loss scale changes the gradient, relative to it. Of
+        "a value inside", it is another figure, the share of its numbers that are off by
+        more than 5%; or infinite, if the loss function returns the value beside the loss
+        and it is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
         at fault.
-      place: the equation at fault.
+      place: the result of the equation at fault; if none is, the wrong result itself.
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and what lies between these and the equation.
         If the result is not finite in float32 either, those that read a constant which
@@ -95,26 +97,30 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
                 off[name] = 0.0
         elif not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
-            wrong.append(_entry(name, math.inf, cause, run))
-        elif _determines(_in_float32(runs, name), note):
+            wrong.append(_wrong(name, math.inf, cause, run))
+        elif _float32_determines(_in_float32(runs, name), note):
             how_far, cause = _off_and_cause(runs, name, note)
             if cause is None:
                 off[name] = how_far
             elif note.typical or cause.how not in _OF_DIFFERENCES:
                 off[name] = how_far
-                wrong.append(_entry(name, how_far, cause, run))
+                wrong.append(_wrong(name, how_far, cause, run))
     wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
     return off, wrong
 
 
 def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
-    """The first value inside of which a fifth is off, and is still off in a later value.
+    """The first value inside that is wrong, as a list of one; empty if none is.
 
-    A value does not count if float32 does not determine it, if all that is computed
-    from it is below float16's normal numbers in a program of float16, if no result is
-    computed from it, as of a loop's condition, or if it is the difference of numbers
-    that are equal but for rounding to 16 bits. What the loss function returns beside
-    the loss counts without a later value, and also if it is not finite.
+    A value is wrong if more than a fifth of its numbers are off, and so are those of a
+    later value that reads it. But it is not wrong if
+    - float32 does not determine it,
+    - the later values are below the normal numbers of float16, in a program that
+      computes in float16,
+    - no result is computed from it, as from the condition of a loop, or
+    - it is the difference of numbers that are equal but for rounding to 16 bits.
+    What the loss function returns beside the loss stands for a later value, and is itself
+    wrong where it is not finite and float32's is.
 
     Args:
       runs: the runs of the gradient.
@@ -124,30 +130,30 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
-            return [_entry(A_VALUE_INSIDE, note.error, cause_of(note), run)]
-    spread = _spread(runs)
+            return [_wrong(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+    off_inside = _widely_off(runs)
     least = least_normal(np.float16) if np.float16 in dtypes else 0.0
-    counts = {
+    still_off_later = {
         read
-        for note in [*spread, *aux]
+        for note in [*off_inside, *aux]
         if note.typical >= least
-        for read in all_before(note.reads, _if_moved)
+        for read in back_from(note.reads, _moved_from)
     }
     eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-    for note in spread:
-        if note in counts:
+    for note in off_inside:
+        if note in still_off_later:
             cause = cause_of(note)
             if not _is_difference_of_equals(cause.note, eps):
-                return [_entry(A_VALUE_INSIDE, note.off_share, cause, run)]
+                return [_wrong(A_VALUE_INSIDE, note.off_share, cause, run)]
     return []
 
 
-def _entry(name: str, off: float, cause: Cause, run: Run) -> Wrong:
-    """The entry of the report for a result that is wrong."""
+def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+    """The `Wrong` of a result with this cause, for the report."""
     at = cause.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
-    is_before_the_loss = at in all_before(notes_of([run.loss]))
+    is_before_the_loss = at in back_from(notes_of([run.loss]))
     is_derivative = at.origin.is_derivative and not at.is_backward
     return Wrong(
         name,
@@ -172,7 +178,7 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     if runs.in_float32:
         by_own_choices = runs.in_float32.results[name].pair.actual
         if np.isfinite(by_own_choices).all():
-            before = set(all_before([note]))
+            before = set(back_from([note]))
             for earlier in runs.fitting.notes:
                 if earlier.bad and earlier in before:
                     return cause_of(earlier)
@@ -181,7 +187,10 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
 
 
 def _lost_constants(cause: Cause) -> tuple[Note, ...]:
-    """The nearest equations before an infinity that read a constant lost to rounding."""
+    """The nearest equations before an infinity that read a constant lost to rounding.
+
+    There are none if float32 is finite.
+    """
     nearest = [cause.note] if cause.is_in_float32 else []
     for _ in range(_NEAR):
         found = tuple(note for note in nearest if note.origin.has_lost_constant)
@@ -196,7 +205,7 @@ def _in_float32(runs: Runs, name: str) -> Note | None:
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
-def _determines(in_float32: Note | None, note: Note) -> bool:
+def _float32_determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value so well that 16 bits can be wrong about it.
 
     It does if it is off from float64 by 5% at most, or by far less than 16 bits are off
@@ -248,8 +257,8 @@ def _are_grads_right(runs: Runs) -> bool:
         if note is None:
             continue
         is_off = note.error > TOLERANCE or not note.is_reference_finite
-        is_determined = _determines(runs.in_float32.results[name].note, note)
-        if is_off and (note.bad or is_determined):
+        is_determined = _float32_determines(runs.in_float32.results[name].note, note)
+        if is_off and is_determined:
             return False
     return True
 
@@ -280,13 +289,13 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 # --- values inside ---
 
 
-def _spread(runs: Runs) -> list[Note]:
+def _widely_off(runs: Runs) -> list[Note]:
     """The values of the forward pass of which a fifth is off.
 
     Those are left out that no result depends on, or that float32 does not determine.
     """
     run = runs.fitting
-    used = set(all_before(notes_of([*run.results.values(), *run.aux])))
+    used = set(back_from(notes_of([*run.results.values(), *run.aux])))
     in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     return [
         note
@@ -294,21 +303,21 @@ def _spread(runs: Runs) -> list[Note]:
         if note in used
         and not note.is_backward
         and note.off_share > LARGE_SHARE
-        and _determines(in_float32.get(note.result), note)
+        and _float32_determines(in_float32.get(note.result), note)
     ]
 
 
 def _is_difference_of_equals(note: Note, eps: float) -> bool:
     """Whether a sum is of terms that 16 bits, which round by `eps`, do not tell apart.
 
-    As the logarithms of the probabilities that a policy gives in training and gave when
-    its data was collected: their difference is 0 but for rounding.
+    An example is the difference of the log-probabilities that a policy gives in training
+    and gave when its data was collected, which is 0 but for rounding.
     """
     terms = max((read.typical for read in note.reads), default=0.0)
     size_of_sum = terms * math.sqrt(note.origin.terms)
     return _is_wide_sum(note) and note.typical < eps * size_of_sum
 
 
-def _if_moved(note: Note) -> Sequence[Note]:
-    """What a loop made this value of by moving numbers. An equation's result has none."""
+def _moved_from(note: Note) -> Sequence[Note]:
+    """The notes of what a loop moved to make a value; none of an equation's result."""
     return () if note.is_computed else note.reads

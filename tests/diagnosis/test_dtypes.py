@@ -297,6 +297,16 @@ def test_calls_of_one_function_are_apart_where_one_widens_an_operand(first):
     assert [p.count for p in products] == [1, 1]
 
 
+def test_it_sees_what_each_operand_of_a_barrier_was():
+    def product(w, x):
+        x, w = jax.lax.optimization_barrier((x, w.astype(jnp.float32)))
+        return x @ w
+
+    wide = array(4, 4, dtype=jnp.float32)
+    [product] = ols.dtype_report(product, array(4, 4), wide).products
+    assert product.before == (jnp.float32, jnp.float16)
+
+
 def test_it_sees_what_an_operand_was_through_a_transposition():
     def fun(w, x):
         w = jnp.transpose(w.astype(F32))

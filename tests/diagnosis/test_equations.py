@@ -34,6 +34,7 @@ def test_equations_in_loops_are_found():
         (lambda x: x.astype(jnp.bfloat16).astype(jnp.float16), False),
         (lambda x: x.astype(int), False),
         (lambda x: x * 2, False),
+        (lambda x: lax.optimization_barrier((x, x * 2)), True),
     ],
 )
 def test_what_is_moved_repeated_or_widened_keeps_its_numbers(function, keeps):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback, pallas
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from pairs import quick
 
 import optax_lossscale as ols
@@ -357,6 +359,78 @@ def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_fi
     assert largest - 4 <= np.log2(found.initial_scale.scale) < largest
     assert [one.how for one in found.wrong] == ["is not linear"]
     assert "changes the gradient" in found.verdict
+
+
+def checkpointed(w, x):
+    return jax.checkpoint(lambda w, x: w * jnp.exp(x))(w, x)
+
+
+@jax.custom_vjp
+def behind_a_barrier(w, x):
+    return w * jnp.exp(x)
+
+
+def pulled_back(residuals, g):
+    w, x = residuals
+    x, g = lax.optimization_barrier((x, g))
+    return g * jnp.exp(x), g * w * jnp.exp(x)
+
+
+behind_a_barrier.defvjp(lambda w, x: (w * jnp.exp(x), (w, x)), pulled_back)
+
+
+@pytest.mark.parametrize("layer", [checkpointed, behind_a_barrier])
+def test_a_barrier_does_not_mix_forward_and_backward_pass(layer):
+    def loss_of(layer):
+        def loss_fn(params, x):
+            y = layer(params["w"].astype(F16), x + F16(3))
+            return jnp.mean(y.astype(jnp.float32)) * 1e-6
+
+        return loss_fn
+
+    params, x = {"w": jnp.ones(256)}, jnp.full(256, 7, F16)
+    plain = ols.diagnose(loss_of(lambda w, x: w * jnp.exp(x)), params, x)
+    found = ols.diagnose(loss_of(layer), params, x)
+    assert found.initial_scale == plain.initial_scale
+    assert found.verdict == plain.verdict
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_of_a_barrier_each_result_is_of_its_own_operand(is_joint):
+    def loss_fn(params, x):
+        infinite = jnp.exp(20 * lax.stop_gradient(params["a"].astype(F16) * x))
+        y = params["b"].astype(F16) * x + F16(40) - F16(40)
+        if is_joint:
+            infinite, y = lax.optimization_barrier((infinite, y))
+        unused = 0 * jnp.sum(jnp.tanh(1 / infinite).astype(jnp.float32))
+        y = y - x * F16(0.97)
+        return jnp.mean(y.astype(jnp.float32) ** 2) + unused
+
+    params = {"a": jnp.ones(256), "b": jnp.ones(256)}
+    found = ols.diagnose(loss_fn, params, jnp.linspace(0.02, 1, 256).astype(F16))
+    assert (found.wrong[0].place.primitive, found.wrong[0].how) == ("sub", "cancels")
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_sum_over_devices_of_several_values_is_one_of_each(is_joint):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def over_devices(x, y):
+        if is_joint:
+            return lax.psum((x, y), "d")
+        return lax.psum(x, "d"), lax.psum(y, "d")
+
+    def loss_fn(params, x):
+        y = params["w"].astype(F16) * x
+        infinite, y = jax.shard_map(
+            over_devices, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )(jnp.exp(x + F16(20)), y + F16(1000) - F16(1000))
+        return jnp.mean(y.astype(jnp.float32)) + 0 * jnp.mean(jnp.tanh(infinite))
+
+    found = ols.diagnose(
+        loss_fn, {"w": jnp.ones(64)}, jnp.linspace(0.01, 1, 64).astype(F16)
+    )
+    assert found.wrong[0].place.primitive == "sub"
 
 
 def test_where_nothing_overflows_no_overflow_is_named():

@@ -38,6 +38,18 @@ def test_a_mask_before_what_overflows_does_not_make_it_infinite_in_float32():
     assert line_of(loss_fn, 2) in found.verdict
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_numbers_that_float64_alone_holds_make_no_warning():
+    def loss_fn(w, x):
+        large = jnp.exp(jnp.minimum(lax.stop_gradient(w) * x, 200))
+        finite = jnp.where(large > 1e30, 0, large)
+        rounded = w.astype(F16) + F16(1000) - F16(1000)
+        return jnp.mean(jnp.tanh(finite)) * 1e-3 + jnp.mean(rounded.astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.linspace(0.1, 1, 64), jnp.linspace(1, 300, 64))
+    assert found.off["the loss"] < 0.05
+
+
 def added_up(total, x):
     return total + (x * F16(2) + F16(100)).astype(F32), None
 
@@ -58,6 +70,8 @@ def by_python(w, positions):
 def test_a_value_inside_is_wrong_whatever_loop_reads_it(loss_fn):
     found = ols.diagnose(loss_fn, jnp.ones(8), POSITIONS)
     assert "wrong values inside" in found.verdict
+    share = f"{found.wrong[0].off:.1%}"
+    assert f"a value inside  {share} of its numbers are off  " in str(found)
 
 
 def by_callback(x):
