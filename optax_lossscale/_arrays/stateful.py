@@ -218,8 +218,8 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        with_config = filter(_has_config, cls._classes)
-        class_of = {_config_name(c): c for c in with_config if issubclass(c, cls)}
+        concrete = [c for c in cls._classes if not inspect.isabstract(c)]
+        class_of = {_config_name(c): c for c in concrete if issubclass(c, cls)}
         match config:
             case {"class_name": str(name), "config": arguments, **others} if not others:
                 if name in class_of:
@@ -300,12 +300,6 @@ def _config_name(cls: type[Stateful]) -> str:
     if cls.__name__ in taken and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__
-
-
-def _has_config(cls: type[Stateful]) -> bool:
-    """Whether a config may name a class: one that is not abstract, and not private."""
-    is_private = _is_ours(cls) and cls.__name__.startswith("_")
-    return not is_private and not inspect.isabstract(cls)
 
 
 def _is_ours(cls: type[Stateful]) -> bool:

@@ -78,13 +78,15 @@ def cause_of(note: Note) -> Cause:
         fault = _first_lost(max(fault.reads, key=lambda read: read.lost))
         if fault.is_any(Trait.ADDS_TWO):  # which gives 0 only for numbers that cancel
             how = How.CANCELS
-    made = _computed(fault)
+    computed = _computed(fault)
     # The last is the first to be looked at.
-    limits = back_from([*made.reads, made], _limits_in)
+    limits = back_from([*computed.reads, computed], _limits_in)
     saturated = next(filter(_saturates, limits), None)
     if saturated is not None:
         return Cause(How.SATURATES, saturated)
-    return _for_want_of_digits(how, made) if how in SENSITIVE else Cause(how, made)
+    if how in SENSITIVE:
+        return _for_want_of_digits(how, computed)
+    return Cause(how, computed)
 
 
 def _for_want_of_digits(how: How, note: Note) -> Cause:

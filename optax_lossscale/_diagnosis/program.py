@@ -97,7 +97,7 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
         frees = {*ins, *eqn.outvars} - needed
         needed |= frees
         origin = _origin_of(eqn, outer)
-        programs = [program_of(held, origin) for held in _programs_to_run(eqn)]
+        programs = [program_of(jaxpr, origin) for jaxpr in _programs_to_run(eqn)]
         noted = _noted(eqn)
         instructions.append(Instruction(eqn, ins, origin, programs, noted, frees))
     pieces = list(map(_piece, _divided(instructions[::-1])))

@@ -77,8 +77,8 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
     inside = itertools.chain.from_iterable(map(equations, _programs_held(eqn)))
     return any(
         is_narrow_dtype(dtype_in(v))
-        for each in (eqn, *inside)
-        for v in (*each.invars, *each.outvars)
+        for equation in (eqn, *inside)
+        for v in (*equation.invars, *equation.outvars)
     )
 
 

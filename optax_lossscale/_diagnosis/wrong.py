@@ -193,10 +193,11 @@ def _lost_constants(cause: Cause) -> tuple[Note, ...]:
     """
     nearest = [cause.note] if cause.is_in_float32 else []
     for _ in range(_NEAR):
-        found = tuple(note for note in nearest if note.origin.has_lost_constant)
-        if found:
-            return found
-        nearest = [read for note in nearest for read in note.reads]
+        with_constant = [note for note in nearest if note.origin.has_lost_constant]
+        if with_constant:
+            return tuple(with_constant)
+        reads = [read for note in nearest for read in note.reads]
+        nearest = list(dict.fromkeys(reads))
     return ()
 
 

@@ -165,8 +165,8 @@ def _with_trees(known, ranks, experiment):
     follow it, and is a prediction or the like. Trees with an optimizer's counts are not.
     """
     baseline = experiment.baseline
-    made = baseline.output_fingerprints
-    returned = {path: x for path, x in made.items() if path[0] == RESULT}
+    outputs = baseline.output_fingerprints
+    returned = {path: x for path, x in outputs.items() if path[0] == RESULT}
     results = _forms(returned, shallowest=1)
     arguments = _forms(baseline.given_fingerprints, shallowest=2)
     matched = {

@@ -158,10 +158,10 @@ class Experiment:
         loss_scale = jax.device_get(loss_scale)
         others = {**numbers, **self._numbers_of(loss_scale)}
         arguments = _copied(self._arguments, others)
-        given = arrays_in(arguments)
+        inputs = arrays_in(arguments)
         # They are read before the step may donate them.
-        given_numbers = _samples(given)
-        given_fingerprints = _fingerprints(given)
+        given_numbers = _samples(inputs)
+        given_fingerprints = _fingerprints(inputs)
         # These arrays are kept alive, so that no output gets the id of one of them.
         old = jax.tree.leaves(without_variables(arguments))
         with (
@@ -231,12 +231,12 @@ def _made(parts, old):
     passed over: it may have donated them, and then they cannot be read.
     """
     old_ids = set(map(id, old))
-    made = {}
+    parts_made = {}
     for path, part in parts.items():
         ids = set(map(id, jax.tree.leaves(part)))
         if path[0] == RESULT or ids - old_ids:
-            made[path] = part
-    return made
+            parts_made[path] = part
+    return parts_made
 
 
 def _samples(arrays):

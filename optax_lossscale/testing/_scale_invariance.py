@@ -169,8 +169,8 @@ def _is_dependent(path, trials):
     An output that never differs, such as the mean of a batch, is made without
     gradients.
     """
-    made = [x.output_fingerprints for x in trials]
-    return len({x[path] for x in made if path in x}) > 1
+    outputs = [trial.output_fingerprints for trial in trials]
+    return len({x[path] for x in outputs if path in x}) > 1
 
 
 def _divided(by_powers):

@@ -62,12 +62,12 @@ def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
 
 def changed(trial: Trial, carry: Carry) -> list[Path]:
     """The outputs in `carry` that differ from their arguments in any number."""
-    given = trial.given_fingerprints
+    arguments = trial.given_fingerprints
     returned = trial.output_fingerprints
     return [
         output
         for output, argument in carry.items()
-        if output in returned and returned[output] != given[argument]
+        if output in returned and returned[output] != arguments[argument]
     ]
 
 

@@ -626,22 +626,23 @@ def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
     ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS), ignore=bits)
 
 
+@jax.jit
+def step_without_wrapper(params, inner_state, loss_scale):
+    _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, X, Y)
+    grads = loss_scale.unscale(grads)
+    updates, new = INNER.update(grads, inner_state, params)
+    new_params = optax.apply_updates(params, updates)
+    old = params, inner_state
+    return optax.tree.where(ols.all_finite(grads), (new_params, new), old)
+
+
 @pytest.mark.parametrize(
     "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
 )
 def test_a_step_that_does_not_tell_whether_it_was_applied_is_not_accused(check):
     """In float32 its gradients may not overflow at the highest finite loss scale."""
 
-    @jax.jit
-    def step(params, inner_state, loss_scale):
-        _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, X, Y)
-        grads = loss_scale.unscale(grads)
-        updates, new = INNER.update(grads, inner_state, params)
-        new_params = optax.apply_updates(params, updates)
-        old = params, inner_state
-        return optax.tree.where(ols.all_finite(grads), (new_params, new), old)
-
-    check(step, PARAMS, INNER.init(PARAMS), LOSS_SCALE)
+    check(step_without_wrapper, PARAMS, INNER.init(PARAMS), LOSS_SCALE)
 
 
 @pytest.mark.parametrize(
@@ -732,16 +733,8 @@ def test_gradients_are_not_taken_for_the_new_teacher():
 
 
 def test_a_fixed_loss_scale_without_the_wrapper_is_not_accused():
-    @jax.jit
     def step(params, inner_state, loss_scale):
-        _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, X, Y)
-        grads = loss_scale.unscale(grads)
-        updates, new = INNER.update(grads, inner_state, params)
-        new_params = optax.apply_updates(params, updates)
-        kept = optax.tree.where(
-            ols.all_finite(grads), (new_params, new), (params, inner_state)
-        )
-        return *kept, loss_scale
+        return *step_without_wrapper(params, inner_state, loss_scale), loss_scale
 
     arguments = PARAMS, INNER.init(PARAMS), ols.FixedLossScale(128)
     ols.testing.assert_survives_overflow(step, *arguments)
