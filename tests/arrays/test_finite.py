@@ -235,6 +235,14 @@ def test_the_norm_is_right_of_leaves_of_any_size(platform, shapes):
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1_000_003, 2 * 500_009, 3 * 2**18], ids=str)
+def test_the_norm_takes_no_memory_of_the_size_of_a_leaf(size):
+    """A size that no length of a row divides, as a prime number, is no exception."""
+    leaf = jax.ShapeDtypeStruct((size,), jnp.float32)
+    compiled = jax.jit(norm_and_all_finite).lower(leaf).compile(AS_USERS_DO)
+    assert compiled.memory_analysis().temp_size_in_bytes < size / 100
+
+
 @each_platform
 def test_squares_that_are_more_than_float32_holds_make_the_norm_infinite_and_nothing_else(
     platform,
