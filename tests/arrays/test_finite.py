@@ -235,6 +235,7 @@ def test_the_norm_is_right_of_leaves_of_any_size(platform, shapes):
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
 
 
+@pytest.mark.about_cpus
 @pytest.mark.parametrize("size", [1_000_003, 2 * 500_009, 3 * 2**18], ids=str)
 def test_the_norm_takes_no_memory_of_the_size_of_a_leaf(size):
     """A size that no length of a row divides, as a prime number, is no exception."""
