@@ -7,7 +7,8 @@ passes one function, which runs the body with its products in 16 bits.
 
 A function may return other dtypes than its program, with two restrictions. The
 functions of a `cond` must all return the same dtypes. A loop's carry keeps the dtypes
-that it has among the operands: what the function returns for it is cast to them.
+of the operands that it starts from: the carry that the function returns is cast to
+them.
 """
 
 import functools
@@ -38,8 +39,8 @@ def is_entered(eqn: JaxprEqn) -> bool:
 
 def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
     """Runs an equation with `functions` in place of its `result_programs`."""
-    enter_kind = _ENTER[traits(eqn) & ENTERED]
-    return enter_kind(eqn, operands, *functions)
+    run = _ENTER[traits(eqn) & ENTERED]
+    return run(eqn, operands, *functions)
 
 
 # --- one function for each kind of equation; each returns the equation's results ---

@@ -25,7 +25,7 @@ _MAX_INLINED = 100  # equations; a longer program stays a call
 class Flat(NamedTuple):
     """A program with its short calls, or all of its calls, inlined."""
 
-    # An equation without a line of the user's code has that of the inlined call
+    # An inlined equation without a line of the user's code has the line of the call
     eqns: list[JaxprEqn]
     ins: list[Var]  # the arguments
     outs: list[Any]  # the results: variables, and literals that are scalars
@@ -35,7 +35,7 @@ class Flat(NamedTuple):
 
 @cached_by_program
 def flat(program: Any) -> Flat:
-    """Flattens a program as far as is useful to `autocast`.
+    """Flattens a program as far as `autocast` can use it.
 
     Long `jit`s, `jit`s with shardings, checkpoints, and functions with custom
     derivatives stay single equations.
@@ -45,15 +45,15 @@ def flat(program: Any) -> Flat:
 
 @cached_by_program
 def all_flat(program: Any) -> Flat:
-    """Flattens a program completely: even checkpoints and the like are inlined."""
+    """Flattens a program completely, including checkpoints and custom derivatives."""
     return _flattened(program, _callee)
 
 
 def _flattened(program: Any, callee_to_inline: Callable[[JaxprEqn], Any]) -> Flat:
     """Flattens a program.
 
-    `callee_to_inline` returns the program to inline in place of an equation, or None if
-    the equation is to stay.
+    `callee_to_inline` returns the program to inline in place of an equation, or None to
+    keep the equation.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}

@@ -22,10 +22,10 @@ class Trait(Flag):
 
     Some operations only return numbers of their operands, so they compute the same in
     any dtype. In which dtype they run depends on their derivative. If the derivative is
-    a sum, it loses digits in 16 bits, and the operation runs in the dtype in which it
-    was traced. Otherwise the operation may run in the dtype in which its operands are
-    stored, even a 16-bit one. It does so if it has a trait of `RUNS_AS_STORED`. An
-    example of each:
+    a sum, which would lose digits in 16 bits, the operation runs in the dtype in which
+    it was traced. Otherwise it may run in the dtype in which its operands are stored,
+    even in 16 bits. It does so if it has a trait of `RUNS_AS_STORED`. An example of
+    each trait:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -89,13 +89,13 @@ class Trait(Flag):
     NEAR = auto()
     # Approaches a limit for large numbers of at least one sign.
     SATURATES = auto()
-    # Its results have another range than its operands: exponentials, logarithms, powers.
+    # Changes the range of its operands: exponentials, logarithms, powers.
     EXPONENTIAL = auto()
     # A matrix product or convolution, even if it sums nothing: see `is_product`.
     PRODUCT = auto()
     # A matrix product that may be an inner or an outer product: `dot_general`.
     OUTER = auto()
-    # Reads or makes the bits of numbers, so another dtype would change its results.
+    # Works on the bits of numbers, so another dtype would change its results.
     OF_BITS = auto()
     # --- code, programs and cost ---
 
@@ -105,7 +105,7 @@ class Trait(Flag):
     EFFECTFUL = auto()
     # Calls the one program that it holds: runs it once, and returns its results.
     CALLS = auto()
-    # Does nothing but call its program, which may replace it.
+    # Does nothing but call its program, so the program's equations may replace it.
     INLINED = auto()
     # Decides which residuals of its program are kept, as `jax.checkpoint` does.
     CHECKPOINTS = auto()
@@ -119,9 +119,9 @@ class Trait(Flag):
     MAPS = auto()
     # Holds a program with a user-defined derivative, as of `jax.custom_jvp`.
     JVP = auto()
-    # Holds a program with a user-defined pullback, as of `jax.custom_vjp`. It runs once,
-    # where it stands, and is never `CHEAP`: a nonlinear rule, such as one that clips,
-    # must get the whole cotangent at once.
+    # Holds a program with a user-defined pullback, as of `jax.custom_vjp`. It runs
+    # once, where it stands, and is never `CHEAP`: a nonlinear rule, such as one that
+    # clips, must get the whole cotangent at once.
     VJP = auto()
     # Takes at most one pass over its operands. Usually it takes none, because the
     # compiler fuses it with the operations that read its results. So a backward pass
@@ -130,7 +130,7 @@ class Trait(Flag):
 
 
 RUNS_AS_STORED = Trait.MOVES | Trait.SENDS
-"""An operation with any of these traits runs in the dtypes of its stored operands."""
+"""Operations with one of these traits run in the dtype in which operands are stored."""
 
 
 class Row(NamedTuple):
@@ -147,11 +147,11 @@ class Row(NamedTuple):
     programs: Sequence[str] | None = ()
 
 
-def _row(words: str = "", programs: str = "", **cells: str) -> Row:
+def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
     """Builds a row from the names of traits and of the parameters that hold programs."""
     traits = Trait(0)
-    for word in words.split():
-        traits |= Trait[word]
+    for name in trait_names.split():
+        traits |= Trait[name]
     return Row(traits, programs=tuple(programs.split()), **cells)
 
 

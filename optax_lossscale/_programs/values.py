@@ -60,21 +60,21 @@ def astype(x: Any, dtype: Any) -> Any:
     # `None` is tested by identity, because `np.dtype("float64") == None` is True.
     if dtype is None or old_dtype is None or old_dtype == dtype:
         return x
-    with _in_mesh_of(x):
+    with _mesh_context(x):
         return lax.convert_element_type(x, dtype)
 
 
-def _in_mesh_of(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
+def _mesh_context(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which JAX allows operations on `x`, whatever its mesh.
 
     Inside `auto_axes`, an array's mesh may differ from the mesh of the context: the
-    axes are the same, but their types are not. JAX then refuses operations on the array.
+    axes are the same, but their types are not. JAX refuses operations on such an array.
     """
     mesh = jax.typeof(x).sharding.mesh
     context_mesh = jax.sharding.get_abstract_mesh()
     axis_types = {*mesh.axis_types, *context_mesh.axis_types}
-    do_not_differ = mesh.empty or context_mesh.empty or mesh == context_mesh
-    if do_not_differ or axis_types == {AxisType.Auto}:
+    is_allowed = mesh.empty or context_mesh.empty or mesh == context_mesh
+    if is_allowed or axis_types == {AxisType.Auto}:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -110,5 +110,5 @@ def variables(values: Iterable[Any]) -> list[Var]:
 
 
 def size_of(array: Any) -> int:
-    """How many numbers an array has, with its axes as long as `lengths_of` says."""
+    """How many numbers an array holds; symbolic lengths count as in `lengths_of`."""
     return math.prod(lengths_of(array))

@@ -1,10 +1,10 @@
 """The programs in an equation, and the values that a value depends on.
 
-`programs_in` lists all programs that an equation holds. `result_programs` leaves out
-the condition of a `while`: the programs in it compute the equation's results, from the
-operands that start at the position `first_inside`. `carried_by` returns the positions
-of a loop's carry among the operands. For a `scan` over one array, with 2 constants and
-1 carry:
+`programs_in` lists the programs that an equation holds. `result_programs` lists the
+programs that compute its results: all of them, except for the condition of a `while`.
+Their arguments are the operands from position `first_inside` on. `carried_by` returns
+the positions of a loop's carry among the operands. For a `scan` over one array, with 2
+constants and 1 carry:
 
     operands            const, const, carry, xs
     result_programs     [body]

@@ -4,9 +4,10 @@ A *product* in this package is a matrix product or a convolution that sums. Inne
 products don't count, because their results are single numbers. Outer products don't
 count, because they sum nothing.
 
-The work of a product is its number of results times the terms that each of them sums. A
-product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms each. How the
-terms are counted depends on the operation, whose row in `operations.py` names the way.
+The work of a product is the number of its results times the terms that each result
+sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms each.
+How terms are counted differs between operations: the cell `terms` in an operation's row
+in `operations.py` says how.
 """
 
 import math
@@ -43,18 +44,18 @@ def is_product(eqn: JaxprEqn) -> bool:
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation takes so little time that it may be computed more than once.
 
-    Its operation must be `CHEAP`, and so must all operations in the programs that it
-    holds. Products are not cheap. Equations with effects don't count as cheap either,
-    because they must run exactly once.
+    Its operation must be `CHEAP`, and all equations in the programs that it holds must
+    be cheap. A product is not cheap. Nor is an equation with effects, which must run
+    exactly once.
     """
     if eqn.effects or is_product(eqn) or Trait.CHEAP not in traits(eqn):
         return False
-    return all(_is_cheap_program(program) for program in programs_in(eqn))
+    return all(map(_is_cheap_program, programs_in(eqn)))
 
 
 @cached_by_program
 def _is_cheap_program(program: Any) -> bool:
-    return all(is_cheap(eqn) for eqn in open_jaxpr(program).eqns)
+    return all(map(is_cheap, open_jaxpr(program).eqns))
 
 
 def multiplies_once(eqn: JaxprEqn) -> bool:
@@ -65,9 +66,9 @@ def multiplies_once(eqn: JaxprEqn) -> bool:
 def asks_for_highest(eqn: JaxprEqn) -> bool:
     """Whether a product asks for HIGHEST precision or for a specific algorithm.
 
-    The call asks for it, or the default precision around the call. In the equation, JAX
-    stores a precision as a pair, with one entry per operand, and an algorithm as a
-    single object.
+    The request may come from the call or from the default precision around it. In the
+    equation, JAX stores a precision as a pair, with one entry per operand, and an
+    algorithm as a single object.
     """
     precision = eqn.params.get("precision")
     if isinstance(precision, tuple):
@@ -78,7 +79,7 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 def results_of(eqn: JaxprEqn) -> int:
     """How many results a product computes, each a sum of `terms_of` terms.
 
-    The count is adjusted where it would overstate the multiplications.
+    Fewer results are counted if not all of their terms cost a multiplication.
     """
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
@@ -87,8 +88,7 @@ def results_of(eqn: JaxprEqn) -> int:
     # multiplications as a product without that axis.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs. To leave their terms out,
-    # fewer results are counted.
+    # A transposed convolution puts zeros between its inputs, whose terms cost nothing.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 
