@@ -2,14 +2,13 @@
 
 `programs_in` lists the programs that an equation holds. `result_programs` lists the
 programs that compute its results: all of them, except for the condition of a `while`.
-Their arguments are the operands from position `first_inside` on. `carried_by` returns
-the positions of a loop's carry among the operands. For a `scan` over one array, with 2
-constants and 1 carry:
+The operands from position `first_inside` on are the arguments of these programs, and
+`carried_by` returns the positions of a loop's carry. For a `scan` over one array, with
+2 constants and 1 carry, the operands are `const, const, carry, xs`, and:
 
-    operands            const, const, carry, xs
-    result_programs     [body]
-    first_inside        0
-    carried_by          range(2, 3)
+    result_programs(eqn) == [body]
+    first_inside(eqn) == 0
+    carried_by(eqn) == range(2, 3)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
