@@ -2,9 +2,10 @@
 
 `programs_in` lists the programs that an equation holds. `result_programs` lists the
 programs that compute its results: all of them, except for the condition of a `while`.
-The operands from position `first_inside` on are the arguments of these programs, and
-`carried_by` returns the positions of a loop's carry. For a `scan` over one array, with
-2 constants and 1 carry, the operands are `const, const, carry, xs`, and:
+The operands from position `first_inside` on are the arguments of these
+programs, and `carried_by` returns the positions of a loop's carry. For a
+`scan` over one array, with 2 constants and 1 carry, the operands are
+`const, const, carry, xs`, and:
 
     result_programs(eqn) == [body]
     first_inside(eqn) == 0
