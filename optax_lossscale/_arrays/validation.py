@@ -187,7 +187,7 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
     got = shown(value)
     for position in positions:
         is_int = isinstance(position, (int, np.integer))
-        # A bool was probably meant for `has_aux`.
+        # A bool may have been meant for `has_aux`.
         if not is_int or isinstance(position, bool):
             raise TypeError(f"argnums must be an int or a sequence of ints, got {got}")
     if len(set(positions)) < len(positions):
