@@ -1,21 +1,21 @@
 """The finiteness check: whether every number of a pytree is finite.
 
-A step whose gradients hold a NaN or an infinity must be skipped, so every step reads
+A step whose gradients contain a NaN or an infinity must be skipped, so every step reads
 all of its gradients once before it applies any. Reading them is what the check costs.
-So the two numbers that some loss scales and skip rules measure, the largest gradient
-and the global norm, are computed in the same pass.
+Some loss scales and skip rules also need the largest gradient or the global norm. Both
+are computed in the same pass.
 
-`_reduce_tree` takes the floating-point and complex leaves of a tree, all others being
-finite, and puts leaves of one type into groups. What is computed of them is a
-`_Measure`, such as the sum of squares. The leaves of a group are combined elementwise
-(`_combined_leaves`), and the array that results is reduced to one number. `_reduced`
-does so in the obvious way, and XLA's compilers for GPU and TPU compute several measures
-in one pass. The compiler for CPUs does not, so there `_reduced_and_checked` takes its
-place.
+`_reduce_tree` collects the floating-point and complex leaves of a tree, as all others
+are finite. It divides them into groups of leaves with the same shape and dtype. A
+`_Measure`, such as the sum of squares, says what to compute. For a group of two leaves
+`x` and `y`, `_combined_leaves` computes the array `x**2 + y**2`, which is then reduced
+to one number. `_reduced` does so in the straightforward way. XLA's compilers for GPU
+and TPU compute several such measures in one pass. The compiler for CPUs does not, so
+`_reduced_and_checked` replaces `_reduced` there.
 
-Under `jit` alone, arrays are global, and the compiler inserts what communication a
-reduction needs. Under `pmap` and `shard_map`, the check sees the numbers of one
-replica, and the results of all replicas are reduced to one by `across`.
+Under `jit` alone, arrays are global, and the compiler inserts the communication that a
+reduction needs. Under `pmap` and `shard_map`, the check reads the numbers of only one
+replica. `across` then reduces the results of all replicas to one.
 """
 
 import collections
@@ -33,15 +33,15 @@ from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
 AxisName = Hashable  # the name of a mapped axis, or a tuple of such names
-Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
+Groups = list[list[jax.Array]]  # a group is a list of leaves that share a kernel
 
 
 class _Measure(NamedTuple):
-    """What is computed of each number, and how the results of all become one.
+    """What to compute of each number, and how to combine the results.
 
     Attributes:
-      function: from a leaf to an array of its shape.
-      operation: from two results to one.
+      function: maps a leaf to an array of the same shape.
+      operation: combines two results into one.
       initial: the neutral element of `operation`.
     """
 
@@ -50,7 +50,7 @@ class _Measure(NamedTuple):
     initial: np.generic
 
 
-# How many numbers of a large leaf are summed one after the other, on CPU
+# Bounds on the length of the rows in which large leaves are summed on CPU: see `_rows`
 _LONGEST_ROW = 2**16
 _SHORTEST_ROW = 2**8
 
@@ -60,8 +60,8 @@ def all_finite(tree: Any) -> jax.Array:
 
     Args:
       tree: any pytree of arrays and Python numbers. `None`, integer, bool and float0
-        leaves are always finite. Other numbers are taken as JAX converts them: unless
-        64-bit types are enabled, 1e300 is infinite.
+        leaves are always finite. Other numbers are checked after JAX's conversion:
+        unless 64-bit types are enabled, 1e300 becomes infinite.
 
     Returns:
       A bool scalar, shape (); True for an empty tree.
@@ -80,8 +80,8 @@ def all_finite(tree: Any) -> jax.Array:
 def largest(tree: Any) -> jax.Array:
     """The largest absolute value in a tree, or infinity if a number is not finite.
 
-    A complex number counts as its larger part. The result is float32, shape (); 0 for a
-    tree without floating-point and complex leaves.
+    A complex number counts as the larger of its two parts. The result is float32, shape
+    (). It is 0 for a tree without floating-point and complex leaves.
     """
     return _reduce_tree(tree, _largest_on_cpu, _largest)
 
@@ -89,9 +89,9 @@ def largest(tree: Any) -> jax.Array:
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
-    The norm is float32, as is the sum of squares under its root. So from 2**64 on it is
-    infinite, though all numbers may be finite. CPUs flush the squares of numbers below
-    about 1e-19 to zero, so the norm of many such numbers is 0.
+    Both the norm and the sum of squares under its root are float32. So a norm of 2**64
+    or more is infinite, even if all numbers are finite. CPUs flush the squares of
+    numbers below about 1e-19 to zero, so the norm of many such numbers is 0.
     """
     sum_of_squares, finite = _reduce_tree(
         tree, _squares_and_flags_on_cpu, _squares_and_flags
@@ -102,19 +102,19 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 def _reduce_tree(
     tree: Any, cpu_reduction: Callable[[Groups], T], reduction: Callable[[Groups], T]
 ) -> T:
-    """Reduces groups of a tree's leaves in the way that suits the platform.
+    """Reduces the leaves of a tree, in groups, with the reduction for the platform.
 
-    Both functions take groups and return the same. Which one runs is chosen when the
-    program is lowered. But if any leaf is known to lie on several devices, all
-    platforms take `reduction`, with a group for each leaf.
+    Both reductions return the same. JAX chooses between them when it lowers the program
+    for a platform. But if any leaf is known to lie on several devices, every platform
+    uses `reduction`, with a group for each leaf.
     """
     leaves = _real_leaves(tree)
     if any(map(is_on_several_devices, leaves)):
         return reduction(_groups(leaves, 1))
-    # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
-    # CPU there must be enough kernels to keep all cores busy. A GPU's compiler computes
-    # the norm of a clip in the same pass for groups of four, but not of eight. A TPU's
-    # compiler would keep more gradients waiting in main memory.
+    # Larger groups compile faster, and launch fewer kernels. But a CPU needs enough
+    # kernels to keep all cores busy. The compiler for GPUs computes the norm for
+    # clipping in the same pass for groups of four leaves, but not for groups of eight.
+    # The compiler for TPUs would keep more gradients waiting in main memory.
     size_for_32_kernels = len(leaves) // 32
     size_on_cpu = min(max(size_for_32_kernels, 1), 8)
     return lax.platform_dependent(
@@ -126,10 +126,10 @@ def _reduce_tree(
 
 
 def _real_leaves(tree: Any) -> list[jax.Array]:
-    """The floating-point leaves, and both parts of complex ones; if none, one zero."""
+    """The floating-point leaves and both parts of complex ones, or else a single zero."""
     leaves = []
-    for leaf in filter(is_inexact_leaf, jax.tree.leaves(tree)):
-        x = jnp.asarray(leaf)
+    inexact = filter(is_inexact_leaf, jax.tree.leaves(tree))
+    for x in map(jnp.asarray, inexact):
         if jnp.iscomplexobj(x):
             leaves += [x.real, x.imag]
         else:
@@ -138,19 +138,22 @@ def _real_leaves(tree: Any) -> list[jax.Array]:
 
 
 def _groups(leaves: list[jax.Array], size: int) -> Groups:
-    """Groups of at most `size` leaves, each of leaves of the same shape and dtype."""
+    """Divides leaves into groups of at most `size` leaves of the same shape and dtype."""
     leaves_of_type = collections.defaultdict(list)
     for x in leaves:
         leaves_of_type[jax.typeof(x)].append(x)
     groups = []
     for alike in leaves_of_type.values():
-        starts = range(0, len(alike), size)
-        groups += [alike[start : start + size] for start in starts]
+        for start in range(0, len(alike), size):
+            groups.append(alike[start : start + size])
     return groups
 
 
 def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
-    """One array for each group: the results of its leaves, combined elementwise."""
+    """Measures the leaves of each group, and combines the results elementwise.
+
+    Returns an array for each group.
+    """
     arrays = []
     for leaves in groups:
         results = map(measure.function, leaves)
@@ -161,9 +164,9 @@ def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
 
 # --- on GPU and TPU, and of arrays on several devices ---
 #
-# XLA computes several reductions of the same numbers in one pass. If leaves are
-# partitioned, their groups are single leaves, and a reduction takes one all-reduce, of
-# a number for each leaf.
+# XLA computes several reductions of the same numbers in one pass. Partitioned leaves
+# are in groups of one leaf. A reduction of them needs a single all-reduce, with one
+# number for each leaf.
 
 
 def _all_finite(groups: Groups) -> jax.Array:
@@ -178,57 +181,60 @@ def _largest(groups: Groups) -> jax.Array:
 
 def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
-    return _reduced(groups, _SQUARES), _reduced(groups, _FLAGS)
+    sum_of_squares = _reduced(groups, _SQUARES)
+    finite = _reduced(groups, _FLAGS)
+    return sum_of_squares, finite
 
 
 def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
-    """A measure of all numbers, by way of one result for each group; shape ()."""
+    """Reduces each group to one number, and these numbers to one; shape ()."""
     _, operation, initial = measure
     results = []
     for x in _combined_leaves(groups, measure):
         result = lax.reduce(x, initial, operation, range(x.ndim))
         results.append(result)
-    return lax.reduce(jnp.stack(results), initial, operation, [0])
+    vector = jnp.stack(results)
+    return lax.reduce(vector, initial, operation, [0])
 
 
 # --- on CPU ---
 #
-# XLA compiles a reduction with one output to several passes, through an array of the
-# leaf's size. A reduction with two outputs becomes a single pass at the speed of
+# XLA compiles a reduction with one output to several passes, through an array as large
+# as the leaf. A reduction with two outputs becomes a single pass at the speed of
 # memory, in every dtype and with the unscaling fused into it. So `_reduced_and_checked`
-# reduces the flags of finiteness beside whatever else is computed. The check alone
-# needs one output, so it adds a dummy, a sum of zeros.
+# always has two outputs: a measure, and whether all numbers are finite. The check alone
+# would have only the second, so it adds a dummy measure, a sum of zeros.
 #
-# For two outputs of partitioned leaves, XLA makes no all-reduce: these leaves take the
-# reductions above. If leaves are not known to be partitioned, the result is the
-# same, but devices exchange more: the results for each leaf, and whole leaves where a
-# group holds leaves that are partitioned along different axes, or where the norm cuts
+# XLA makes no all-reduce for two outputs, so leaves that are known to be partitioned
+# use the reductions above. Other leaves may turn out to be partitioned, too. Their
+# result is the same, but devices exchange more: a result for each leaf, and whole
+# leaves if a group's leaves are partitioned along different axes, or if the norm cuts
 # leaves into rows.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all numbers are finite; bool, shape ()."""
     zero, finite = _reduced_and_checked(groups, _ZEROS)
-    return finite & (zero == 0)  # uses the dummy, so that no compiler removes it
+    return finite & (zero == 0)  # reads the dummy, so no compiler removes it
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
     maximum, finite = _reduced_and_checked(groups, _MAGNITUDES)
-    return jnp.where(
-        finite, maximum, jnp.inf
-    )  # uses the flag, so that no compiler removes it
+    # The result reads the flag, so no compiler removes it.
+    return jnp.where(finite, maximum, jnp.inf)
 
 
 def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all numbers are finite; both of shape ()."""
-    # The reduction adds one number after the other, and a float32 sum that has reached
-    # 2**24 does not grow by adding 1. So large leaves are summed row by row.
-    in_rows: Groups = []
+    # The reduction adds one number after the other. A float32 sum that has reached
+    # 2**24 no longer grows if 1 is added. So large leaves are summed row by row.
+    groups_in_rows: Groups = []
     for leaves in groups:
         matrices_of_leaves = map(_rows, leaves)
-        in_rows += map(list, zip(*matrices_of_leaves, strict=True))
-    return _reduced_and_checked(in_rows, _SQUARES, first_axis=1)
+        for matrices in zip(*matrices_of_leaves, strict=True):
+            groups_in_rows.append(list(matrices))
+    return _reduced_and_checked(groups_in_rows, _SQUARES, first_axis=1)
 
 
 def _reduced_and_checked(
@@ -236,12 +242,12 @@ def _reduced_and_checked(
 ) -> tuple[jax.Array, jax.Array]:
     """A measure of all numbers, and whether all are finite; both of shape ().
 
-    The axes of each leaf from `first_axis` on are reduced in one pass, and what is left
-    of all leaves after it.
+    Each leaf is reduced in one pass along its axes from `first_axis` on. The results of
+    all leaves are then reduced together.
     """
     _, operation, initial = measure
     arrays = _combined_leaves(groups, measure)
-    # Flags combined by `and` would not be vectorized, as sums of zeros and NaNs are.
+    # Sums of zeros and NaNs are vectorized. Flags combined by `and` would not be.
     sums = _combined_leaves(groups, _ZEROS)
     results = []
     flags = []
@@ -254,38 +260,39 @@ def _reduced_and_checked(
         )
         results.append(result.reshape(-1))
         flags.append(flag.reshape(-1))
-    # Without the barrier, these would be fused with what is computed from them, to a
+    # Without the barrier, XLA would fuse these vectors with the reductions below into a
     # kernel with an argument for every leaf, which compiles in quadratic time.
-    vectors = (jnp.concatenate(results), jnp.concatenate(flags))
-    all_results, all_flags = lax.optimization_barrier(vectors)
-    result = lax.reduce(all_results, initial, operation, [0])
-    return result, all_flags.all()
+    vector = jnp.concatenate(results)
+    flag_vector = jnp.concatenate(flags)
+    vector, flag_vector = lax.optimization_barrier((vector, flag_vector))
+    result = lax.reduce(vector, initial, operation, [0])
+    return result, flag_vector.all()
 
 
-@functools.cache  # JAX traces the function returned only once if it is the same one
+@functools.cache  # for the same operation, JAX then traces `on_pairs` only once
 def _with_flag(operation: Callable) -> Callable:
     """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
 
-    def on_pairs(so_far, new):
-        x, flag = so_far
-        new_x, new_flag = new
-        return operation(x, new_x), lax.bitwise_and(flag, new_flag)
+    def on_pairs(pair, other_pair):
+        x, flag = pair
+        other_x, other_flag = other_pair
+        return operation(x, other_x), lax.bitwise_and(flag, other_flag)
 
     return on_pairs
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
-    """The numbers of a leaf in one matrix, or in two with rows of different lengths.
+    """Reshapes a leaf to a matrix, or to two with rows of different lengths.
 
-    Up to `_LONGEST_ROW` numbers are one row. Otherwise, a row's length is the largest
-    power of two up to `_LONGEST_ROW` that divides the leaf's size. If that is less than
-    `_SHORTEST_ROW`, rows have `_LONGEST_ROW` numbers, and the remaining numbers are a
-    row of their own.
+    Up to `_LONGEST_ROW` numbers form a single row. For larger leaves, the length of a
+    row is the largest power of two up to `_LONGEST_ROW` that divides the leaf's size.
+    If that is less than `_SHORTEST_ROW`, rows have `_LONGEST_ROW` numbers instead, and
+    the numbers that are left over form a second matrix of one row.
     """
     size = x.size
     if size <= _LONGEST_ROW:
         return [x.reshape(1, size)]
-    divisor = size & -size  # the largest power of two that divides
+    divisor = size & -size  # the largest power of two that divides the size
     length = min(divisor, _LONGEST_ROW)
     if length < _SHORTEST_ROW:
         length = _LONGEST_ROW
@@ -294,7 +301,8 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     rows = flat[:end].reshape(-1, length)
     if end == size:
         return [rows]
-    return [rows, flat[end:].reshape(1, -1)]
+    remainder = flat[end:].reshape(1, -1)
+    return [rows, remainder]
 
 
 # --- measures ---
@@ -306,10 +314,10 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """The absolute value of each number, as float32; infinity unless it is finite.
+    """The absolute value of each number, as float32; infinity for any that is not finite.
 
-    So a max does not lose a NaN, as it does on CPU. A float64 that is more than float32
-    holds counts as the largest float32 number.
+    A maximum would lose a NaN on CPU, but it keeps an infinity. A float64 number beyond
+    the range of float32 counts as the largest float32 number.
     """
     magnitude = jnp.abs(x.astype(jnp.float32))
     bounded = jnp.minimum(magnitude, validation.LARGEST)
@@ -319,7 +327,8 @@ def _magnitude(x: jax.Array) -> jax.Array:
 def _zero_if_finite(x: jax.Array) -> jax.Array:
     """Zero for each finite number, and NaN for any other, as float32.
 
-    It is computed in float32 or wider, as a CPU rounds 16-bit numbers one by one.
+    It computes `x - x`, in float32 or wider, because a CPU rounds 16-bit numbers one by
+    one.
     """
     wide = at_least_float32(x)
     difference = lax.sub(wide, wide)
@@ -338,13 +347,15 @@ _ZEROS = _Measure(_zero_if_finite, lax.add, np.float32(0))
 def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Whether a flag is True on every replica along the named axes.
 
-    If replicas with the same parameters decided alone, one would skip a step that the
-    others apply, and their parameters would differ from then on. So they reduce their
-    flags to one, by a minimum, and all skip if the gradients of one overflow.
+    Replicas with the same parameters must decide alike. If each decided for itself, one
+    would skip a step that the others apply, and their parameters would differ from then
+    on. So they share the minimum of their flags, and if the gradients of one overflow,
+    all of them skip.
     """
     if axis_name is None:
         return flag
-    smallest = across(lax.pmin, flag.astype(jnp.int32), axis_name)
+    number = flag.astype(jnp.int32)
+    smallest = across(lax.pmin, number, axis_name)
     return smallest.astype(bool)
 
 
@@ -354,16 +365,16 @@ def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """`x` reduced over the replicas along the named axes, by `lax.pmin` or its like.
+    """Reduces `x` over the replicas along the named axes, with `lax.pmin` or the like.
 
-    Without axes, `x` itself. A name that is no axis around the step, or is given twice,
-    raises a `ValueError`.
+    Returns `x` itself if no axis is named. Raises a `ValueError` if a name is not that
+    of an axis around the step, or is given twice.
     """
     if axis_name in (None, ()):
         return x
     try:
-        hash(axis_name)  # JAX would take a list for a tuple
-        lax.axis_size(axis_name)  # under shard_map, `reduce` would not name the axis
+        hash(axis_name)  # raises for a list, which some reductions would accept
+        lax.axis_size(axis_name)  # raises where shard_map would fail an assertion
         return reduce(x, axis_name)
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Saving loss scales and skip rules with `flax.serialization`, without importing it.
 
-Flax keeps a table of types with two functions for each: one turns an instance into a
-dict, and one restores such a dict into an instance. What is saved is the state alone;
-the configuration is that of the instance restored into.
+Flax keeps a table with two functions for each type: one converts an instance to a dict,
+and the other restores an instance from such a dict. For a loss scale, the dict holds
+only its state, such as `{"loss_scale": 1024.0, …}`. Restoring keeps the configuration
+of the instance that the state is restored into.
 """
 
 import contextlib
@@ -20,32 +21,33 @@ from optax_lossscale._arrays import messages
 def register_with_flax(cls: Any) -> None:
     """Tells Flax how to save and restore a `Stateful` class, if Flax is imported.
 
-    Flax treats an unknown type as a leaf, and restores whatever was saved in its place.
-    As Flax may be imported after the class was defined, this is called whenever an
-    instance is made, as at each step. So Flax must be imported before the step whose
-    state is saved.
+    Flax would treat an unregistered type as a leaf, and restore whatever was saved in
+    its place. Flax may be imported after the class was defined, so this is called
+    whenever an instance is created, as happens at each step. So Flax must be imported
+    before the step whose state is saved.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)
-    if register is not None:  # or Flax is not imported, or only in part so far
+    if register is not None:  # None if Flax is not imported, or not completely yet
         _register(cls, register)
 
 
-@functools.cache  # so that each class is registered once
+@functools.cache  # registers each class only once
 def _register(cls: Any, register: Callable[..., Any]) -> None:
-    """Enters a class into Flax's table, unless its author has."""
-    with contextlib.suppress(ValueError):  # an entry is there
+    """Adds a class to Flax's table, unless its author has already done so."""
+    with contextlib.suppress(ValueError):  # raised if the table has an entry
         register(cls, _to_state_dict, _from_state_dict)
 
 
 def _to_state_dict(stateful: Any) -> dict[str, Any]:
-    """The state fields by name, without the configuration."""
+    """Returns the state fields by name, without the configuration."""
     return {name: getattr(stateful, name) for name in stateful._state_names}
 
 
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
-    """A copy of `stateful` with the saved state, which must have the same shapes."""
-    shapes = jax.tree.map(np.shape, _to_state_dict(stateful))
+    """Copies `stateful` with the saved state, whose arrays must have the same shapes."""
+    state = _to_state_dict(stateful)
+    shapes = jax.tree.map(np.shape, state)
     saved_shapes = jax.tree.map(np.shape, saved)
     if saved_shapes != shapes:
         raise ValueError(

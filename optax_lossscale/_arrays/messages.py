@@ -1,8 +1,9 @@
 """Errors and warnings in the user's words: names, values and the line of the call.
 
-The name of an argument changes on its way. What a preset calls `init_scale`, it passes
-on as `initial_scale`, where it is checked. So that an error names what the user wrote,
-the preset is decorated with its names (`user_names`), and `refuse` looks them up.
+An argument may change its name before it is checked. A preset that has an argument
+`init_scale` passes it on as `initial_scale`. Its error should still name `init_scale`,
+which is what the user wrote. So the preset is decorated with
+`user_names(init_scale="initial_scale")`, and `refuse` looks the user's name up.
 """
 
 import contextlib
@@ -18,9 +19,9 @@ from typing import Any, NoReturn
 
 from optax_lossscale._arrays.contexts import IS_REPORTED
 
-_LIBRARIES = ("optax_lossscale", "jax")  # whose frames no warning names
+_LIBRARIES = ("optax_lossscale", "jax")  # warnings never point to their frames
 
-# The user's names of arguments, by those under which they were passed on
+# Maps the name under which an argument was passed on to the user's name for it
 _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
     "user_names", default=MappingProxyType({})
 )
@@ -32,14 +33,15 @@ _SHORT.maxother = 100
 
 
 def shown(value: Any) -> str:
-    """A value as text for an error message, shortened to at most 300 characters."""
-    return textwrap.shorten(_SHORT.repr(value), 300, placeholder="…")
+    """The repr of a value for an error message, shortened to at most 300 characters."""
+    text = _SHORT.repr(value)
+    return textwrap.shorten(text, 300, placeholder="…")
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the user's code that led here.
+    """Issues a warning that points to the line of the user's code that led here.
 
-    While `diagnose` traces the function, no warning is given: the report contains it.
+    Does nothing while `diagnose` traces the function, as the report has the warning.
     """
     if IS_REPORTED.value:
         return
@@ -59,20 +61,22 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def user_name(name: str) -> str:
-    """The name that a user knows for this one: that of `user_names`, or itself."""
+    """The user's name for an argument, as set by `user_names`; by default the same name."""
     return _USER_NAMES.get().get(name, name)
 
 
 @contextlib.contextmanager
 def user_names(**arguments: str) -> Iterator[None]:
-    """Makes the errors of what is called here name the arguments of the caller.
+    """Makes errors call arguments by the names that the caller has for them.
 
-    It is a context, and a decorator of a function. Each keyword is an argument of the
-    caller, and its value the name under which the argument is passed on, as in
+    Use it as a context manager, or to decorate the caller. Each keyword is an argument
+    of the caller, and its value the name under which the argument is passed on, as in
     `user_names(init_scale="initial_scale")`.
     """
-    names = {name: user_name(argument) for argument, name in arguments.items()}
-    token = _USER_NAMES.set({**_USER_NAMES.get(), **names})
+    names = dict(_USER_NAMES.get())
+    for argument, passed_name in arguments.items():
+        names[passed_name] = user_name(argument)
+    token = _USER_NAMES.set(names)
     try:
         yield
     finally:

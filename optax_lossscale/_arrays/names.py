@@ -1,4 +1,8 @@
-"""Names of leaves, layers and scales in reports and errors, and of public modules."""
+"""Names of leaves, layers and scales in reports and errors, and of public modules.
+
+For example, the leaf `params["blocks"][3]["w1"]` is called `blocks/3/w1`. The layers
+share the name `blocks/*/w1` for it. A loss scale of 32768.0 is called `2**15`.
+"""
 
 import math
 import re
@@ -7,41 +11,42 @@ from typing import Any
 from jax.tree_util import keystr
 
 
-def make_public(module: str, *things: Any) -> None:
+def make_public(module: str, *objects: Any) -> None:
     """Makes a public module the home of classes and functions from private files.
 
-    It is the module that reprs, pickles and tracebacks then name, so a pickle can be
-    read after a file has moved. The price, as with JAX's own classes:
-    `inspect.getsource` does not find the class. It does find functions and methods.
+    Reprs, pickles and tracebacks then name the public module, so a pickle can be loaded
+    even if a private file has moved. The price is that `inspect.getsource` does not
+    find the classes, as with JAX's own. It still finds functions and methods.
     """
-    for thing in things:
-        thing.__module__ = module
-        if "__firstlineno__" in vars(thing):
-            # From Python 3.13 on, the lines of the public module would be returned.
-            del thing.__firstlineno__
+    for obj in objects:
+        obj.__module__ = module
+        if "__firstlineno__" in vars(obj):
+            # Since Python 3.13, `inspect.getsource` would return lines of the public
+            # module instead.
+            del obj.__firstlineno__
 
 
 def path_name(path: Any) -> str:
-    """A leaf's path in a pytree as text: `decoder/layer_3/kernel`; `.` for the root."""
+    """A leaf's path in a pytree, such as `decoder/layer_3/kernel`, or `.` for the root."""
     return keystr(path, simple=True, separator="/") or "."
 
 
 def natural_sort_key(name: str) -> list[tuple[str, int]]:
-    """A key to sort names by, with numbers in order: layer_2 precedes layer_10."""
+    """A key that sorts names with their numbers in order: layer_2 precedes layer_10."""
     parts = re.findall(r"(\D*)(\d*)", name)
     return [(text, int(digits or 0)) for text, digits in parts]
 
 
 def without_numbers(name: str) -> str:
-    """A name with `*` for each number in it, as layers share: `blocks/*/mlp/w1`.
+    """Replaces the numbers in a name, so that layers share one: `blocks/*/mlp/w1`.
 
-    Digits beside a letter stay, such as those of `w1`.
+    Digits next to a letter stay, as in `w1`.
     """
     return re.sub(r"(?<![^\W_])\d+(?![^\W_])", "*", name)
 
 
 def scale_name(scale: float) -> str:
-    """A loss scale as text: `2**15` for a power of two, otherwise in decimals."""
+    """A loss scale as text: `2**15` for a power of two, decimal for other numbers."""
     mantissa, exponent = math.frexp(scale)
     is_power = mantissa == 0.5
     return f"2**{exponent - 1}" if is_power else f"{scale:g}"

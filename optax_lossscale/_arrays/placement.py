@@ -1,4 +1,9 @@
-"""How an array lies on several devices: placed by the compiler, or by `shard_map`."""
+"""How an array lies on several devices: placed by the compiler, or by `shard_map`.
+
+An array's type names a mesh of devices. Along axes that the compiler manages, the array
+is one global array, whose parts may lie on different devices. Along axes that
+`shard_map` maps, each replica has an array that may differ from the others.
+"""
 
 import contextlib
 from typing import Any
@@ -8,38 +13,39 @@ from jax.sharding import AxisType
 
 
 def is_on_several_devices(x: jax.Array) -> bool:
-    """Whether an array is known to lie on several devices while it is traced.
+    """Whether JAX knows, while it traces an array, that it lies on several devices.
 
-    It may be partitioned over them or replicated: while tracing, JAX may not know
-    which. JAX knows that an array lies on several devices if the arguments of the `jit`
-    do, or under `jax.set_mesh`; it does not know it if only `in_shardings` will place
-    the arguments there. Axes that `shard_map` maps do not count:
-    along these, the array is what one replica holds.
+    The array may be partitioned over the devices or replicated: while it traces, JAX
+    may not know which. It knows of several devices if the arguments of the `jit` lie on
+    them, or under `jax.set_mesh`. It does not know yet if only `in_shardings` will
+    place the arguments there. Axes that `shard_map` maps do not count: along these, the
+    array is what a single replica holds.
     """
     mesh = jax.typeof(x).sharding.mesh
-    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    sizes = [size for size, axis_type in axes if axis_type != AxisType.Manual]
-    return max(sizes, default=1) > 1
+    for size, axis_type in zip(mesh.axis_sizes, mesh.axis_types, strict=True):
+        if size > 1 and axis_type != AxisType.Manual:
+            return True
+    return False
 
 
 def varying_axes(x: jax.Array) -> frozenset:
     """The mapped axes of a `shard_map` along which replicas hold different values.
 
-    JAX keeps track of them only with `check_vma`; without it, the set is empty.
+    JAX tracks these axes only with `check_vma`. Without it, the set is empty.
     """
     abstract: Any = jax.typeof(x)
     if hasattr(abstract, "vma"):
         return abstract.vma or frozenset()
-    # Newer versions of JAX have this in place of `vma`.
+    # Newer versions of JAX have `manual_axis_type` instead of `vma`.
     axes = abstract.manual_axis_type
     return getattr(axes, "varying", axes) or frozenset()
 
 
 def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context with the mesh along whose explicit axes a tree's arrays lie.
+    """Returns a context that sets the mesh of a tree's arrays, if it has explicit axes.
 
-    Under this mesh, what was traced of these arrays runs on others as well. If there is
-    a mesh already, or no such array, the context changes nothing.
+    A program that was traced with these arrays needs this mesh to run on others. If a
+    mesh is already set, or if no array has such a mesh, the context does nothing.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):

@@ -1,9 +1,9 @@
 """Which leaves loss scaling applies to, and in which dtypes it computes with them.
 
-Loss scaling multiplies and divides *inexact* leaves, floating-point and complex numbers
-of any width, and passes all others on as they are. *Narrow* floats, of 16 bits or
-fewer, are converted to float32 first: small gradients would underflow again if they
-were divided by the loss scale in float16.
+Loss scaling multiplies and divides *inexact* leaves, which hold floating-point or
+complex numbers of any width. It leaves all others as they are. *Narrow* leaves, which
+hold floating-point numbers of 16 bits or fewer, are converted to float32 first. If
+small gradients were divided by the loss scale in float16, they would underflow again.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,26 @@ T = TypeVar("T")
 
 
 def is_inexact_leaf(x: Any) -> bool:
-    """Whether a leaf is a floating-point or complex number, of any width."""
+    """Whether a leaf holds floating-point or complex numbers, of any width."""
     if not is_array_leaf(x):
         return False
     return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def is_narrow_leaf(x: Any) -> bool:
-    """Whether a leaf is a floating-point number of 16 bits or fewer."""
+    """Whether a leaf holds floating-point numbers of 16 bits or fewer."""
     return is_inexact_leaf(x) and dtype_of(x).itemsize < 4
 
 
 def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    has_dtype = hasattr(x, "dtype") and not isinstance(
-        x, type
-    )  # jnp.float32, too, has one
+    # `jnp.float32` has a dtype, too, but is a class.
+    has_dtype = hasattr(x, "dtype") and not isinstance(x, type)
     return has_dtype or isinstance(x, (bool, int, float, complex))
 
 
 def at_least_float32(x: Any) -> Any:
-    """A narrow float converted to float32, and every other leaf as it is."""
+    """Converts a narrow leaf to float32, and returns every other leaf as it is."""
     if not is_narrow_leaf(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -47,7 +46,7 @@ def at_least_float32(x: Any) -> Any:
 
 
 def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
-    """The tree with `function` of each inexact leaf, which it gets in float32 or wider.
+    """Applies `function` to each inexact leaf of a tree, after `at_least_float32`.
 
     All other leaves stay as they are.
     """
@@ -62,10 +61,10 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
 
 
 def strongly_typed(x: Any, dtype: Any = None) -> Any:
-    """`x` in the given dtype, or in its own, and strongly typed.
+    """Converts `x` to a strongly typed array, in the given dtype or in its own.
 
-    An array whose type changes between weak and strong from one step to the next makes
-    JAX trace and compile the step again.
+    If an array's type changed between weak and strong from one step to the next, JAX
+    would trace and compile the step again.
     """
     if dtype is None:
         dtype = dtype_of(x)
@@ -73,15 +72,15 @@ def strongly_typed(x: Any, dtype: Any = None) -> Any:
 
 
 def precise_product(scale: jax.Array, factor: float) -> jax.Array:
-    """The float32 product of a scale and a Python float, as computed in float64."""
+    """Multiplies a scale by a Python float in float64, and rounds the product to float32."""
     factor32 = np.float32(factor)
     is_exact = float(factor32) == factor
     if is_exact:
         return scale * factor32
     # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
-    # float32 product with 1/3, itself rounded, may be an ulp off, and XLA compiles a
-    # division by a constant to that very product. In float64 both come out as in those
-    # systems.
+    # float32 product with 1/3 may be an ulp off, because 1/3 is itself rounded, and XLA
+    # compiles a division by a constant to that very product. In float64, both results
+    # are those of the other systems.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)
@@ -89,7 +88,7 @@ def precise_product(scale: jax.Array, factor: float) -> jax.Array:
 
 
 def dtype_of(x: Any) -> np.dtype:
-    """The dtype that JAX gives to an array, an abstract array or a Python number.
+    """The dtype that JAX uses for an array, an abstract array or a Python number.
 
     With 64-bit types disabled, a float64 NumPy array counts as float32.
     """

@@ -1,15 +1,16 @@
 """Float32 numbers in two parts: their rounding to 16 bits, and the rest.
 
-`split` takes a number apart, and `join` puts it together again: the rounded number is a
-parameter, and the rest is what the optimizer keeps beside it.
+`split` takes a number apart, and `join` puts it together again. The rounded number is a
+parameter of the model. The rest is kept in the state of the optimizer.
 
-For bfloat16, which is the upper half of a float32 number, the rest is 16 bits. Ties are
-rounded away from zero, and not to even as `astype` rounds them: then exactly 2**16
-float32 numbers round to each bfloat16 number, so 16 bits tell them apart. With ties to
-even, 2**16 + 1 would round to every other one. Only numbers that round to zero or to
-infinity are lost: `join` gives the zero or the infinity.
+A bfloat16 number is the upper half of a float32 number, so the rest of a number that is
+rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero, and not to even
+as `astype` rounds them. Then exactly 2**16 float32 numbers round to each bfloat16
+number, and 16 bits tell them apart. With ties to even, 2**16 + 1 float32 numbers would
+round to every second bfloat16 number. Only numbers that round to zero or to infinity
+are lost: `join` returns the zero or the infinity.
 
-Rounding to float16 drops more than 16 bits of small and of large numbers, so there the
+Rounding to float16 drops more than 16 bits of small and of large numbers. There the
 rest is the whole float32 number, and nothing is lost.
 """
 
@@ -23,9 +24,9 @@ from jax import lax
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
-# Half of a bfloat16 number's last place. It is added before the lower half of the bits
-# is cut off, which rounds the upper half; the rest of an exact bfloat16 number is
-# therefore 0x8000.
+# Half of a unit in the last place of a bfloat16 number. It is added before the lower
+# half of the bits is cut off, so that the upper half is rounded. The rest of a number
+# that bfloat16 represents exactly is therefore 0x8000.
 _HALF = np.uint32(0x8000)
 _UPPER_MASK = np.uint32(0xFFFF0000)
 _MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
@@ -41,11 +42,13 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     bfloat16, and for float16 the float32 numbers themselves. Infinities and NaNs stay
     as they are.
     """
-    validation.one_of("the dtype of a parameter", str(dtype), ("float16", "bfloat16"))
+    narrow = ("float16", "bfloat16")
+    validation.one_of("the dtype of a parameter", str(dtype), narrow)
     if dtype == jnp.float16:
         rounded = number.astype(jnp.float16)
         return rounded.astype(jnp.float32), number
-    bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
+    bits = lax.bitcast_convert_type(number, jnp.uint32)
+    bits = bits + _HALF
     upper = lax.bitcast_convert_type(bits & _UPPER_MASK, jnp.float32)
     rounded = jnp.where(jnp.isfinite(number), upper, number)
     rest = bits.astype(jnp.uint16)  # the lower half
@@ -53,28 +56,30 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
-    """The float32 numbers that `split` took apart, from their two parts.
+    """Restores the float32 numbers that `split` took apart.
 
-    If `rounded` was changed since then, a float16 number is the result as it is; to a
-    bfloat16 number, the old rest is added, which changes it by at most half of its last
-    place.
+    `rounded` may have changed since then. A changed float16 number is returned as it
+    is. To a changed bfloat16 number, the old rest is still added, which changes it by
+    at most half of a unit in its last place.
     """
     rounded = at_least_float32(rounded)
     if narrow_dtype(rest) == jnp.float16:
         return _number_unless_replaced(rest, rounded)
     bits = lax.bitcast_convert_type(rounded, jnp.uint32)
-    size = bits & _MAGNITUDE_MASK
-    joined_bits = bits + rest.astype(jnp.uint32) - _HALF
+    magnitude_bits = bits & _MAGNITUDE_MASK
+    rest_bits = rest.astype(jnp.uint32)
+    joined_bits = bits + rest_bits - _HALF
     joined = lax.bitcast_convert_type(joined_bits, jnp.float32)
-    # A rest beside zero would be a subnormal number, which float32 arithmetic on most
-    # devices flushes to zero; one beside infinity would turn it into another number.
-    is_nonzero = size >= _SMALLEST_BITS
-    is_finite = size < _INFINITY_BITS
+    # The rest is not added to zero: the sum would be a subnormal number, which float32
+    # arithmetic on most devices flushes to zero. Nor is it added to infinity, which it
+    # would turn into another number.
+    is_nonzero = magnitude_bits >= _SMALLEST_BITS
+    is_finite = magnitude_bits < _INFINITY_BITS
     return jnp.where(is_nonzero & is_finite, joined, rounded)
 
 
 def narrow_dtype(rest: Any) -> np.dtype:
-    """The 16-bit dtype of the parameters to which a rest of `split` belongs."""
+    """The 16-bit dtype of the parameters whose rest `split` returned."""
     is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
     dtype = jnp.bfloat16 if is_bits else jnp.float16
     return jnp.dtype(dtype)
@@ -82,17 +87,18 @@ def narrow_dtype(rest: Any) -> np.dtype:
 
 def _number_unless_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
     """`number` where `rounded` is still its rounding to float16, else `rounded`."""
-    # The bits are compared, not the values, as a compiler may leave out the rounding of
-    # a value that is only compared. But adding an update turns -0.0 into 0.0, so the
-    # sign of a zero does not count.
+    # Bits are compared, and not values: if a rounded value is only compared, a compiler
+    # may leave the rounding out. The sign of a zero does not count, because adding an
+    # update turns -0.0 into 0.0.
     own_bits = _float16_bits(number)
     bits = _float16_bits(rounded)
-    are_zeros = (own_bits | bits) & _MAGNITUDE_MASK_OF_16_BITS == 0
+    magnitude_bits = (own_bits | bits) & _MAGNITUDE_MASK_OF_16_BITS
+    are_zeros = magnitude_bits == 0
     is_its_rounding = (own_bits == bits) | are_zeros
     return jnp.where(is_its_rounding, number, rounded)
 
 
 def _float16_bits(number: jax.Array) -> jax.Array:
-    """The numbers rounded to float16, as uint16 arrays of their bits."""
+    """Rounds numbers to float16, and returns their bits as uint16."""
     rounded = number.astype(jnp.float16)
     return lax.bitcast_convert_type(rounded, jnp.uint16)

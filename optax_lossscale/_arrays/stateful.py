@@ -1,13 +1,18 @@
 """The base class of loss scales and skip rules: a frozen dataclass that is a pytree.
 
-Its fields are of two kinds. *Configuration*, such as a growth factor, never changes: it
-is given to the constructor, checked there, and static under `jit`, part of the tree's
-structure. *State*, such as a counter, changes from step to step: it is declared with
-`state_field`, and its arrays are the leaves of the tree. `replace` returns a copy with
-new state, and `get_config` writes the configuration as a dict.
+A subclass has two kinds of fields:
 
-A subclass needs no decorator, as `__init_subclass__` makes it a dataclass and registers
-it with JAX.
+    class Counting(LossScale):
+        limit: int = 10  # configuration
+        overflows: jax.Array = state_field(0)  # state
+
+*Configuration* never changes. It is passed to the constructor, which checks it. Under
+`jit` it is static, because it is part of the tree's structure. *State* changes from
+step to step, and its arrays are the leaves of the tree. `replace` returns a copy with
+new state, and `get_config` returns the configuration as a dict.
+
+A subclass needs no decorator: `__init_subclass__` makes it a dataclass and registers it
+with JAX.
 """
 
 import abc
@@ -34,16 +39,17 @@ _DTYPE_OF_PYTHON_NUMBER = {bool: np.bool_, int: np.int32, float: np.float32}
 def state_field(
     default: Any = dataclasses.MISSING, *, init: Literal[False] = False
 ) -> Any:
-    """Declares state, a field of a `LossScale` or skip rule that changes at each step.
+    """Declares state: a field of a `LossScale` or skip rule that changes at each step.
 
-    The field is an array, and a leaf of the pytree; `replace` changes it.
+    The field is an array and a leaf of the pytree. `replace` returns a copy with a new
+    value of it.
 
     Args:
-      default: its first value. A bool, int or float becomes a bool, int32 or float32
-        scalar, and anything else a copy as an array, of the dtype that `jnp.asarray`
-        gives it. Without a default, `__post_init__` sets it.
-      init: leave it: from its default, type checkers learn that the constructor takes
-        no such argument.
+      default: the initial value. A bool, int or float becomes a bool, int32 or float32
+        scalar. Any other value is copied to an array with the dtype that `jnp.asarray`
+        would choose. Without a default, `__post_init__` must set the field.
+      init: leave it at its default, which tells type checkers that the constructor has
+        no argument for the field.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -60,14 +66,14 @@ def state_field(
     metadata = {"is_state": True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    # A read-only NumPy value is strongly typed and cannot be donated, so all instances
-    # can share it. And to make a JAX array would start a backend, which must not happen
-    # before `jax.distributed.initialize`.
+    # All instances share a read-only NumPy value, because it is strongly typed and
+    # cannot be donated. A JAX array would start a backend when it is created, which
+    # must not happen before `jax.distributed.initialize`.
     dtype = _DTYPE_OF_PYTHON_NUMBER.get(type(default))
     array = np.array(default, dtype)
     array = array.astype(dtype_of(array))
     array.setflags(write=False)
-    value = array[()]  # a scalar, if it has no dimensions
+    value = array[()]  # a NumPy scalar if the array has no dimensions
     return dataclasses.field(
         default_factory=lambda: value, init=False, metadata=metadata
     )
@@ -76,11 +82,11 @@ def state_field(
 def checked(
     check: validation.Check, *, default: Any = dataclasses.MISSING, **allowed: Any
 ) -> Any:
-    """Declares a field of configuration, with the check that `__post_init__` applies.
+    """Declares a field of configuration with the check that `__post_init__` applies.
 
     `allowed` are the keywords of the check, as in
-    `checked(validation.int_between, least=0, most=24)`. The check also applies to a
-    subclass that declares the field again without one.
+    `checked(validation.int_between, least=0, most=24)`. A subclass that declares the
+    field again without a check inherits this one.
     """
     metadata = {"check": functools.partial(check, **allowed)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -93,8 +99,8 @@ def checked(
 class Stateful(abc.ABC):
     """The base class of loss scales and skip rules.
 
-    Two instances are equal if their class, configuration and state are. To compare the
-    state, `==` waits for the device.
+    Two instances are equal if they have the same class, configuration and state. To
+    compare the state, `==` waits for the device.
     """
 
     _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors
@@ -102,10 +108,10 @@ class Stateful(abc.ABC):
     _static_names: ClassVar[list[str]]
     _checks: ClassVar[dict[str, validation.Check]] = {}  # of configuration
     _state_checks: ClassVar[dict[str, validation.Check]] = {}
-    _classes: ClassVar[list[type[Self]]] = []  # all subclasses, as they were defined
+    _classes: ClassVar[list[type[Self]]] = []  # all subclasses, in order of definition
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_with_flax(cls)  # which may have been imported just now
+        register_with_flax(cls)  # here, because Flax may have been imported just now
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -113,17 +119,22 @@ class Stateful(abc.ABC):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
-        fields = dataclasses.fields(cls)
-        cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
-        cls._static_names = [f.name for f in fields if "is_state" not in f.metadata]
-        checks = {f.name: f.metadata["check"] for f in fields if "check" in f.metadata}
-        cls._checks = cls._checks | checks
+        cls._state_names = []
+        cls._static_names = []
+        cls._checks = dict(cls._checks)
+        for field in dataclasses.fields(cls):
+            if "is_state" in field.metadata:
+                cls._state_names.append(field.name)
+            else:
+                cls._static_names.append(field.name)
+            if "check" in field.metadata:
+                cls._checks[field.name] = field.metadata["check"]
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
 
     def __post_init__(self):
-        """Checks the configuration; a subclass that overrides this has to call it."""
+        """Checks the configuration; a subclass that overrides this must call it."""
         for name, check in self._checks.items():
             value = check(name, getattr(self, name))
             self._set(**{name: value})
@@ -132,35 +143,37 @@ class Stateful(abc.ABC):
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
         validation.check_concrete("==", (self, other))
-        return jax.tree.all(jax.tree.map(np.array_equal, self, other))
+        are_equal = jax.tree.map(np.array_equal, self, other)
+        return jax.tree.all(are_equal)
 
     def __hash__(self) -> int:
-        # The state is left out, as arrays and tracers have no hash.
+        # The state is left out, because arrays and tracers are not hashable.
         return hash((type(self), self._configuration()))
 
     def __repr__(self) -> str:
-        names = [f.name for f in dataclasses.fields(self)]
-        public = [name for name in names if not name.startswith("_")]
-        values = [f"{name}={getattr(self, name)!r}" for name in public]
+        values = []
+        for field in dataclasses.fields(self):
+            if not field.name.startswith("_"):
+                values.append(f"{field.name}={getattr(self, field.name)!r}")
         listed = ", ".join(values)
         return f"{type(self).__name__}({listed})"
 
     def _set(self, **values: Any) -> None:
-        """Sets fields of an instance that is being made, although it is frozen."""
+        """Sets fields of an instance that is being created, although it is frozen."""
         vars(self).update(values)
 
     def replace(self, **state: ArrayLike) -> Self:
-        """A copy with new values of the named state fields, in the dtypes they had.
+        """Returns a copy with new values of some state fields, cast to their old dtypes.
 
         Args:
-          **state: the values by the names of the fields: numbers and arrays, which may
-            be traced. Shapes are not checked.
+          **state: the new values by field name. They may be numbers or arrays, also
+            traced ones. Their shapes are not checked.
 
         Returns:
-          The copy, in which all else is as it was.
+          The copy. All other fields are unchanged.
 
         Raises:
-          TypeError: for a name that is no state field.
+          TypeError: for a name that is not a state field.
           ValueError: for a Python number that the field does not allow, such as a
             `loss_scale` of 0.
         """
@@ -175,42 +188,45 @@ class Stateful(abc.ABC):
             value = state.get(name)
             if isinstance(value, (int, float)):  # checking an array would block
                 check(name, value)
-        arrays = {
-            name: jnp.asarray(value, dtype_of(getattr(self, name)))
-            for name, value in state.items()
-        }
+        arrays = {}
+        for name, value in state.items():
+            old_dtype = dtype_of(getattr(self, name))
+            arrays[name] = jnp.asarray(value, old_dtype)
         new = copy.copy(self)
         new._set(**arrays)
         return new
 
     def get_config(self) -> dict[str, Any]:
-        """The name of the class and its configuration, as a dict for `from_config`.
+        """Returns the class name and the configuration, as a dict for `from_config`.
 
-        The state is not part of it.
+        The dict does not contain the state.
 
         Returns:
-          `{"class_name": …, "config": {…}}`. For a class of this library, it fits into
-          JSON; for one of your own, it does if the values of its fields do.
+          `{"class_name": …, "config": {…}}`. For a class of this library, the dict can
+          be stored as JSON. For your own class, it can if the values of its fields can.
         """
-        arguments = [f.name for f in dataclasses.fields(self) if f.init]
-        config = {name: getattr(self, name) for name in arguments}
+        config = {}
+        for field in dataclasses.fields(self):
+            if field.init:
+                config[field.name] = getattr(self, field.name)
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The loss scale or skip rule that a dict from `get_config` describes.
+        """Builds the loss scale or skip rule that a dict from `get_config` describes.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or the last
-            subclass defined with that name. One that shares its name with a class of
-            this library is named with its module, `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`. The name is that of this class or
+            of a subclass; if several have the name, the last one defined is built. A
+            class of your own that shares its name with a class of this library is named
+            with its module, as in `my_module.DynamicLossScale`.
 
         Returns:
           An instance of that class, in its initial state.
 
         Raises:
-          ValueError: for a malformed config, an unknown class, or an unknown or missing
-            key.
+          ValueError: if the config is malformed, the class is unknown, or a key is
+            unknown or missing.
 
         Example:
           >>> import optax_lossscale as ols
@@ -218,13 +234,15 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        concrete = [c for c in cls._classes if not inspect.isabstract(c)]
-        class_of = {_config_name(c): c for c in concrete if issubclass(c, cls)}
+        class_of_name = {}
+        for c in cls._classes:
+            if issubclass(c, cls) and not inspect.isabstract(c):
+                class_of_name[_config_name(c)] = c
         match config:
-            case {"class_name": str(name), "config": arguments, **others} if not others:
-                if name in class_of:
-                    return construct(class_of[name], arguments)
-        names = ", ".join(sorted(class_of))
+            case {"class_name": str(name), "config": arguments, **rest} if not rest:
+                if name in class_of_name:
+                    return construct(class_of_name[name], arguments)
+        names = ", ".join(sorted(class_of_name))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
             f"'config', as from get_config(), got {messages.shown(config)}. There "
@@ -232,7 +250,7 @@ class Stateful(abc.ABC):
         )
 
     def _configuration(self) -> tuple[tuple[str, Any], ...]:
-        """The names and values of the fields that are static."""
+        """The names and values of the static fields."""
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
@@ -242,15 +260,15 @@ class Stateful(abc.ABC):
 
     @classmethod
     def _unflatten(cls, configuration: Any, state: Any) -> Self:
-        """An instance with these leaves, unchecked: JAX also passes placeholders."""
-        self = cls.__new__(cls)  # as `__init__` would set the initial state
-        self._set(**dict(configuration))
-        self._set(**dict(zip(cls._state_names, state, strict=True)))
+        """Builds an instance with these leaves, unchecked: JAX also passes placeholders."""
+        self = cls.__new__(cls)  # `__init__` would set the initial state
+        state_by_name = dict(zip(cls._state_names, state, strict=True))
+        self._set(**dict(configuration), **state_by_name)
         return self
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """`cls(**config)`, with a `ValueError` that lists the keys if one does not fit."""
+    """Calls `cls(**config)`; raises a `ValueError` that lists the keys if one is wrong."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**config)
@@ -266,13 +284,14 @@ def construct(cls: Callable[..., Any], config: Any) -> Any:
 def check_successor(new: Any, old: Stateful, method: str) -> None:
     """Raises a `TypeError` unless `new`, from a user's method, may replace `old`.
 
-    It must have the class and configuration of `old`, and state of the same shapes.
-    Dtypes are not checked.
+    It must have the class and configuration of `old`, and its state must have the same
+    shapes. Dtypes are not checked.
     """
-    is_of_its_structure = jax.tree.structure(new) == jax.tree.structure(old)
-    shapes = [np.shape(x) for x in jax.tree.leaves(new)]
-    old_shapes = [np.shape(x) for x in jax.tree.leaves(old)]
-    if not is_of_its_structure or shapes != old_shapes:
+    leaves, structure = jax.tree.flatten(new)
+    old_leaves, old_structure = jax.tree.flatten(old)
+    shapes = list(map(np.shape, leaves))
+    old_shapes = list(map(np.shape, old_leaves))
+    if structure != old_structure or shapes != old_shapes:
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
@@ -281,23 +300,26 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
-    """`if_true` where the flag is True, else `if_false`, leaf by leaf.
+    """Returns `if_true` where the flag is True, else `if_false`, leaf by leaf.
 
-    Both are loss scales, or both skip rules, of the same structure; the flag may be
-    traced.
+    Both are loss scales or both are skip rules, with the same structure. The flag may
+    be traced.
     """
-    chosen = functools.partial(jnp.where, flag)
-    return jax.tree.map(chosen, if_true, if_false)
+
+    def choose_leaf(leaf_if_true, leaf_if_false):
+        return jnp.where(flag, leaf_if_true, leaf_if_false)
+
+    return jax.tree.map(choose_leaf, if_true, if_false)
 
 
 def _config_name(cls: type[Stateful]) -> str:
     """The name of a class in a config.
 
-    A class of the user's that has the name of one of this library's is named with its
-    module.
+    If a user's class has the same name as a class of this library, the name includes
+    its module.
     """
-    taken = {c.__name__ for c in Stateful._classes if _is_ours(c)}
-    if cls.__name__ in taken and not _is_ours(cls):
+    our_names = {c.__name__ for c in Stateful._classes if _is_ours(c)}
+    if cls.__name__ in our_names and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__
 

@@ -1,13 +1,14 @@
-"""Checks of arguments: they return the value, or raise an error that says what fits.
+"""Checks of arguments: they return the value, or raise an error that says what is allowed.
 
-A `Check` takes an argument's name and its value, and by keyword what is allowed where
-that differs, as `int_between("margin", 3, least=0, most=24)`. It returns the value, or
-raises a `ValueError` if the value is not allowed. A check of a number also takes a
-NumPy scalar or an array of shape (), and returns a Python number.
+A `Check` accepts an argument's name and value, and sometimes keywords that say what is
+allowed: `int_between("margin", 3, least=0, most=24)`. It returns the value, or raises a
+`ValueError` such as "margin must be an int between 0 and 24, got 99". A check of a
+number also accepts a NumPy scalar or an array of shape (), and returns a Python number.
 
-A function whose name begins with `check_` returns nothing, but raises if an argument is
-of the wrong type, or does not fit the others. `argnums_tuple` converts what it checks.
-All checks run in Python, also while a step is traced, and read no traced number.
+A function whose name begins with `check_` returns nothing. It raises an error if an
+argument has the wrong type, or does not fit the others. `argnums_tuple` returns the
+argument as a tuple. All checks run in Python, even while a step is traced, and none
+reads a traced number.
 """
 
 import math
@@ -33,9 +34,9 @@ Check = Callable[..., Any]
 
 
 def python_number(value: Any) -> int | float | None:
-    """A number, or a concrete array of shape (), as a Python number.
+    """Converts a number, or a concrete array of shape (), to a Python number.
 
-    None for anything else, bools and traced arrays included.
+    Returns None for anything else, including bools and traced arrays.
     """
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if is_array and value.shape == () and not is_traced(value):
@@ -46,19 +47,20 @@ def python_number(value: Any) -> int | float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Whether this is a real number, or an array of them; bools do not count."""
+    """Whether this is a real number or an array of real numbers; bools do not count."""
     if not is_array_leaf(value):
         return False
     dtype = dtype_of(value)
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    is_int = jnp.issubdtype(dtype, jnp.integer)
+    return is_int or jnp.issubdtype(dtype, jnp.floating)
 
 
 def number_between(
     name: str, value: Any, *, least: float, most: float, allowed: str | None = None
 ) -> float:
-    """Checks that a number is at least `least` and at most `most`; returns a float.
+    """Checks that a number lies between `least` and `most`, inclusive; returns a float.
 
-    `allowed` describes the range in the error.
+    `allowed` describes the range in the error message.
     """
     if allowed is None:
         allowed = f"a number between {least:.8g} and {most:.8g}"
@@ -69,7 +71,7 @@ def number_between(
 
 
 def int_between(name: str, value: Any, *, least: int, most: int) -> int:
-    """Checks that an int is at least `least` and at most `most`."""
+    """Checks that an int lies between `least` and `most`, inclusive."""
     x = python_number(value)
     if not isinstance(x, int) or not least <= x <= most:
         refuse(name, value, f"an int between {least} and {most}")
@@ -104,22 +106,24 @@ def scale_or_none(name: str, value: Any) -> float | None:
 def check_bounds(
     min_scale: float | None, initial_scale: float, max_scale: float | None
 ) -> None:
-    """Raises a `ValueError` unless a scale is within its bounds; None is no bound."""
+    """Raises a `ValueError` unless a scale lies within its bounds; None means no bound."""
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
-    if is_low or is_high:
-        floor = f"{user_name('min_scale')}={min_scale!r}"
-        cap = f"{user_name('max_scale')}={max_scale!r}"
-        least = "0" if min_scale is None else floor
-        most = "infinity" if max_scale is None else cap
-        allowed = f"between {least} and {most}"
-        refuse("initial_scale", initial_scale, allowed)
+    if not is_low and not is_high:
+        return
+    least = "0"
+    most = "infinity"
+    if min_scale is not None:
+        least = f"{user_name('min_scale')}={min_scale!r}"
+    if max_scale is not None:
+        most = f"{user_name('max_scale')}={max_scale!r}"
+    refuse("initial_scale", initial_scale, f"between {least} and {most}")
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
-    """Checks that an argument is one of a few options, and of their type.
+    """Checks that an argument is one of a few options, and has their type.
 
-    So 1 is not taken for True.
+    So 1 does not pass for True.
     """
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:
@@ -142,7 +146,7 @@ def floating_dtype(name: str, value: Any) -> np.dtype:
 
 
 def dtype_or_none(value: Any) -> np.dtype | None:
-    """A dtype, or the name of one, as a NumPy dtype; None for anything else."""
+    """Converts a dtype or its name to a NumPy dtype; returns None for anything else."""
     try:
         return None if value is None else jnp.dtype(value)
     except TypeError:
@@ -152,7 +156,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
 def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether this is a function to call, and not a tree.
 
-    A tree may be callable, too, such as an Equinox module.
+    Trees can be callable, too: an Equinox module is.
     """
     return callable(value) and jax.tree_util.all_leaves([value])
 
@@ -175,9 +179,9 @@ def check_transformation(name: str, value: Any) -> None:
 
 
 def argnums_tuple(value: Any) -> tuple[int, ...]:
-    """An `argnums`, an int or a sequence of ints, as a tuple.
+    """Converts `argnums`, an int or a sequence of ints, to a tuple.
 
-    Raises a `TypeError` for anything else, and a `ValueError` for an int given twice.
+    Raises a `TypeError` for anything else, and a `ValueError` if an int occurs twice.
     """
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
     got = shown(value)
@@ -192,7 +196,7 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether a tree holds tracers, so that its numbers are not known yet."""
+    """Whether a tree holds tracers, whose numbers are not known yet."""
     leaves = jax.tree.leaves(tree)
     return any(isinstance(x, jax.core.Tracer) for x in leaves)
 

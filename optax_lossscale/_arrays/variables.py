@@ -1,9 +1,9 @@
 """Variables of Flax NNX, and the arrays in them.
 
 An `nnx.Optimizer` keeps each array of its state in a variable, an object that changes
-in place. Most of this package computes with arrays alone, and `without_variables` puts
-them in the places of the variables. Flax is not imported here: a program that has not
-imported it has none of its variables.
+in place. Most of this package only works with arrays, so `without_variables` replaces
+each variable by its array. Flax is not imported here: a program that has not imported
+it has no variables.
 """
 
 import sys
@@ -35,34 +35,34 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
 
 
 def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
-    """All nodes of a tree for which `is_node` holds, without those inside of others."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_node)
-    return [x for x in nodes if is_node(x)]
+    """All nodes of a tree for which `is_node` holds, except for nodes inside such nodes."""
+    nodes_and_leaves = jax.tree.leaves(tree, is_leaf=is_node)
+    return [x for x in nodes_and_leaves if is_node(x)]
 
 
 def distinct_nodes(nodes: list[T]) -> list[T]:
-    """The nodes, but of several that hold the same variables only the first.
+    """Drops each node that holds the same variables as an earlier one.
 
-    Nodes without variables are all returned.
+    Nodes without variables are all kept.
     """
-    first = {}
-    for place, node in enumerate(nodes):
-        ids = variable_ids(node)
-        key = ids or place
-        first.setdefault(key, node)
-    return list(first.values())
+    first_nodes = {}
+    for position, node in enumerate(nodes):
+        key = variable_ids(node) or position
+        first_nodes.setdefault(key, node)
+    return list(first_nodes.values())
 
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
-    """The ids of the variables in a tree; equal where two trees hold the same ones."""
-    nodes = find_nodes(is_variable, tree)
-    return tuple(map(id, nodes))
+    """The ids of the variables in a tree; equal if two trees hold the same variables."""
+    variables = find_nodes(is_variable, tree)
+    return tuple(map(id, variables))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with `function` of each leaf, those in variables included.
+    """Applies `function` to each leaf of a tree, including the leaves in variables.
 
-    A variable that is in two places is mapped once, and the new one is in both.
+    If a variable occurs twice in the tree, it is mapped once, and both places share the
+    new variable.
     """
     copies: dict[int, Any] = {}
 
@@ -77,13 +77,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-    """The tree with the array that it holds in place of each variable."""
+    """Replaces each variable in a tree by the array that it holds."""
 
-    def held(leaf):
+    def to_array(leaf):
         if not is_variable(leaf):
             return leaf
-        # A variable is a pytree of one leaf, or of none if it holds nothing.
+        # A variable is a pytree with one leaf, or with none if it is empty.
         arrays = jax.tree.leaves(leaf)
         return arrays[0] if arrays else leaf
 
-    return jax.tree.map(held, tree, is_leaf=is_variable)
+    return jax.tree.map(to_array, tree, is_leaf=is_variable)

@@ -1,10 +1,12 @@
-"""`cached_by_program`: a cache for the results of functions of a program.
+"""`cached_by_program`: computes a function of a program once per jaxpr, not per call.
 
-JAX shares the jaxpr of a jitted function between all of its calls. If a function calls
-another twice, which calls a third twice, and so on, a program of few jaxprs makes
-exponentially many calls. A cached function computes its result once for each jaxpr, and
-not for each call. It does not help where a flat program copies the inner one for each
-call: `flat` does so for short programs, `all_flat` for all.
+JAX traces a jitted function once and shares its jaxpr between all calls. If `f` calls
+`g` twice, `g` calls `h` twice, and so on, then ten jaxprs stand for a thousand calls. A
+function that visited every call would take exponential time. With this cache, it visits
+each jaxpr once.
+
+The cache cannot help once calls are inlined, because each call then has equations of
+its own. `flat` inlines short programs, and `all_flat` inlines all of them.
 """
 
 import functools
@@ -18,20 +20,22 @@ Result = TypeVar("Result")
 def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     """Caches the results of a function of a program and other hashable arguments.
 
-    The function has to be pure. One that calls `users_line` is not quite: its lines
-    depend on the current directory and the imported frameworks, and stay as at the
-    first call. A result is freed with its program. It may refer to parts of the
-    program, but not to the program itself, which would then never be freed.
+    The function must be pure. A function that calls `users_line` is not quite pure, as
+    the lines depend on the current directory and on the imported frameworks; the cache
+    keeps the lines of the first call.
+
+    A result is freed together with its program. It may refer to parts of the program,
+    but not to the program itself: the cache would then keep the program alive forever.
     """
-    results: weakref.WeakKeyDictionary[Any, dict[Hashable, Result]] = (
+    results_by_program: weakref.WeakKeyDictionary[Any, dict[Hashable, Result]] = (
         weakref.WeakKeyDictionary()
     )
 
     @functools.wraps(function)
     def cached(program: Any, *args: Hashable) -> Result:
-        of_program = results.setdefault(program, {})
-        if args not in of_program:
-            of_program[args] = function(program, *args)
-        return of_program[args]
+        results = results_by_program.setdefault(program, {})
+        if args not in results:
+            results[args] = function(program, *args)
+        return results[args]
 
     return cached

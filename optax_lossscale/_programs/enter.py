@@ -1,10 +1,14 @@
-"""Run an equation that holds programs, such as a `scan`, with others in their place.
+"""Run an equation that holds programs, such as a `scan`, with other programs in it.
 
-`enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
-`lax.switch` and so on anew, with a function in the place of each of its
-`result_programs`. A function may give other dtypes than its program, as it does with
-narrowed products. The functions of a `cond` have to give the same dtypes. A loop
-carries the dtypes of its operands, to which it casts what its function gives.
+`enter(eqn, operands, functions)` does not bind the equation. It calls `lax.scan`,
+`lax.switch` and so on anew, with a function in place of each program that computes
+results of the equation (see `result_programs` in `walk.py`). For a `scan`, `autocast`
+passes one function, which runs the body with its products in 16 bits.
+
+A function may return other dtypes than its program, with two restrictions. The
+functions of a `cond` must all return the same dtypes. A loop's carry keeps the dtypes
+of the operands that it starts from: the carry that the function returns is cast to
+them.
 """
 
 import functools
@@ -25,20 +29,21 @@ Arrays = Sequence[Any]
 """Arrays, traced or not, in the order of a program's arguments or results."""
 
 Function = Callable[[Arrays], list[Any]]
-"""A program as a function, from all of its arguments to its results."""
+"""A program as a function from all of its arguments to its results."""
 
 
 def is_entered(eqn: JaxprEqn) -> bool:
-    """Whether `enter` runs an equation with its programs replaced."""
+    """Whether `enter` can run an equation with its programs replaced."""
     return bool(traits(eqn) & ENTERED)
 
 
 def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
-    """The results of an equation, with `functions` run for its `result_programs`."""
-    return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
+    """Runs an equation with `functions` in place of its `result_programs`."""
+    run = _ENTER[traits(eqn) & ENTERED]
+    return run(eqn, operands, *functions)
 
 
-# --- one function for each kind of equation, which returns its results ---
+# --- one function for each kind of equation; each returns the equation's results ---
 
 
 def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
@@ -47,48 +52,53 @@ def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
-    # JAX lowers a differentiated equation with a barrier, so that the compiler does not
-    # merge the recomputation with the forward pass. The new `checkpoint` is not marked
-    # as differentiated, so JAX would leave the barrier out.
+    # JAX lowers a differentiated `checkpoint` with a barrier, which keeps the compiler
+    # from merging the recomputation with the forward pass. The `checkpoint` made here
+    # is not marked as differentiated, so JAX would leave the barrier out.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
-    return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)(operands)
+    checkpointed = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
+    return checkpointed(operands)
 
 
 def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     carried = carried_by(eqn)
     consts = operands[: carried.start]
-    initial = list(operands[carried.start : carried.stop])
+    init = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
 
     def body(carry, x):
         results = function([*consts, *carry, *x])
         n_carry = len(carry)
-        return astypes(results[:n_carry], dtypes_in(carry)), results[n_carry:]
+        new_carry = astypes(results[:n_carry], dtypes_in(carry))
+        return new_carry, results[n_carry:]
 
-    # With `jax.export` the length may be symbolic, and `lax.scan` takes it from `xs`.
+    # With `jax.export` the length may be symbolic. `lax.scan` then reads it from `xs`.
     length = None if xs else eqn.params["length"]
     reverse = eqn.params["reverse"]
     unroll = eqn.params["unroll"]
-    carry, ys = lax.scan(body, initial, xs, length, reverse, unroll)
+    carry, ys = lax.scan(body, init, xs, length, reverse, unroll)
     return [*carry, *ys]
 
 
 def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     condition, _ = programs_in(eqn)
-    carried = carried_by(eqn)
-    of_condition = operands[: first_inside(eqn)]
-    of_body = operands[first_inside(eqn) : carried.start]
+    n_cond_consts = first_inside(eqn)
+    n_consts = carried_by(eqn).start
+    cond_consts = operands[:n_cond_consts]
+    body_consts = operands[n_cond_consts:n_consts]
+    init = list(operands[n_consts:])
 
-    def goes_on(carry):
-        (flag,) = jaxpr_as_fun(condition)(*of_condition, *carry)
-        return flag
+    def cond_fun(carry):
+        (keep_going,) = jaxpr_as_fun(condition)(*cond_consts, *carry)
+        return keep_going
 
-    def step(carry):
-        return astypes(function([*of_body, *carry]), dtypes_in(carry))
+    def body_fun(carry):
+        results = function([*body_consts, *carry])
+        return astypes(results, dtypes_in(carry))
 
-    return lax.while_loop(goes_on, step, list(operands[carried.start :]))
+    return lax.while_loop(cond_fun, body_fun, init)
 
 
 def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
@@ -96,21 +106,24 @@ def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, functions, operands)
-    # `lax.switch` would compile all branches, also one with another platform's kernel.
-    of_platforms: dict[str, Function] = {}
+    # `lax.switch` would compile every branch, even one with another platform's kernel.
+    function_of_platform: dict[str, Function] = {}
     for names, function in zip(platforms, functions, strict=True):
-        of_platforms |= dict.fromkeys(names or ["default"], function)
-    return lax.platform_dependent(operands, **of_platforms)
+        for name in names or ["default"]:
+            function_of_platform[name] = function
+    return lax.platform_dependent(operands, **function_of_platform)
 
 
 def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
+    params = eqn.params
+    in_specs = list(params["in_specs"])
     mapped = jax.shard_map(
         function,
-        mesh=eqn.params["mesh"],
-        in_specs=(list(eqn.params["in_specs"]),),
-        out_specs=list(eqn.params["out_specs"]),
+        mesh=params["mesh"],
+        in_specs=(in_specs,),
+        out_specs=list(params["out_specs"]),
         axis_names=set(mapped_axes(eqn)),
-        check_vma=eqn.params["check_vma"],
+        check_vma=params["check_vma"],
     )
     return mapped(list(operands))
 
@@ -124,8 +137,7 @@ _ENTER = {
     Trait.MAPS: _shard_map,
 }
 ENTERED = functools.reduce(operator.or_, _ENTER)
-"""The traits of operations that `enter` runs; no operation has two of them.
+"""The traits of the operations that `enter` can run; no operation has two of them.
 
-The programs of custom derivatives, `JVP` and `VJP`, are not among theirs: `enter` would
-lose the rules.
+`JVP` and `VJP` are not included: `enter` would lose the custom rules for derivatives.
 """

@@ -1,4 +1,9 @@
-"""The line of the user's code that made an equation, for messages and reports."""
+"""The line of the user's code that made an equation, for messages and reports.
+
+JAX stores a traceback with each equation. The user's line is its innermost frame that
+is neither in JAX nor in a framework. For `nn.Dense(3)(x)` in line 12 of `model.py`,
+that is `model.py:12 (f)`, and not the line of `Dense` that multiplies.
+"""
 
 import os
 import re
@@ -7,8 +12,8 @@ import sys
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-# Frames of these packages are never shown as the user's line: the user's functions call
-# them, and are called by them.
+# Frames of these packages are never the user's line: the user's functions call these
+# packages, and are called by them.
 _FRAMEWORKS = (
     "einops",
     "equinox",
@@ -22,52 +27,61 @@ _FRAMEWORKS = (
 
 
 def users_line(eqn: JaxprEqn) -> str:
-    """The innermost line of the user's that led to an equation; "" if none did.
+    """The innermost line of the user's code that led to an equation; "" if none did.
 
-    It looks like `model.py:12 (f)`. An equation that JAX cached while a framework
-    traced it has none, such as one of a jitted helper that Flax was the first to call.
+    For example, `model.py:12 (f)`. JAX traces a jitted function once for all calls, and
+    may store no frames of its callers. So an equation in a jitted helper of JAX or Flax
+    may have no line of the user's.
     """
-    folders = tuple(filter(None, map(_folder, _FRAMEWORKS)))
-    users = [call for call in _calls(eqn) if not call.startswith(folders)]
-    return _short(users[-1]) if users else ""
+    folders = [_package_folder(package) for package in _FRAMEWORKS]
+    frameworks = tuple(folder for folder in folders if folder)
+    for frame in reversed(_frames(eqn)):
+        if not frame.startswith(frameworks):
+            return _shortened(frame)
+    return ""
 
 
-def line_of(eqn: JaxprEqn, around: str = "") -> str:
-    """The user's line that made an equation, or else `around`, or "an unknown line".
+def line_of(eqn: JaxprEqn, outer_line: str = "") -> str:
+    """The user's line that made an equation, or the best substitute.
 
-    `around` is the line of the equation that holds it; "" if there is none.
+    That is `outer_line`, the line of the equation that holds this one, or "an unknown
+    line" if `outer_line` is "".
     """
-    return users_line(eqn) or around or "an unknown line"
+    return users_line(eqn) or outer_line or "an unknown line"
 
 
 def is_of_optax(eqn: JaxprEqn) -> bool:
-    """Whether Optax made an equation, other than one of its losses."""
-    optax = _folder("optax")
-    calls = _calls(eqn)
-    if not optax or not calls:
+    """Whether code of Optax made an equation, except for Optax's losses."""
+    optax = _package_folder("optax")
+    frames = _frames(eqn)
+    if not optax or not frames:
         return False
-    is_loss = calls[-1].startswith(os.path.join(optax, "losses"))
-    return calls[-1].startswith(optax) and not is_loss
+    innermost = frames[-1]
+    is_loss = innermost.startswith(os.path.join(optax, "losses"))
+    return innermost.startswith(optax) and not is_loss
 
 
-def _calls(eqn: JaxprEqn) -> list[str]:
+def _frames(eqn: JaxprEqn) -> list[str]:
     """The frames that led to an equation, without JAX's own; the innermost is last."""
-    return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
+    summary = source_info_util.summarize(eqn.source_info, num_frames=1000)
+    return summary.splitlines()
 
 
-def _folder(package: str) -> str:
+def _package_folder(package: str) -> str:
     """The path of an imported package's folder, with a slash; "" if not imported."""
     path = getattr(sys.modules.get(package), "__file__", None)
     return os.path.join(os.path.dirname(path), "") if path else ""
 
 
-def _short(call: str) -> str:
-    """A frame in short: `model.py:12 (f)` for `/home/me/model.py:12:8 (f)`.
+def _shortened(frame: str) -> str:
+    """Shortens a frame: `/home/me/model.py:12:8 (f)` becomes `model.py:12 (f)`.
 
-    Here `/home/me` is the current directory; a path outside of it stays whole.
+    Here `/home/me` is the current directory. Paths outside of it stay whole.
     """
-    match = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((?:.*<locals>\.)?(.+)\)", call)
+    match = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((?:.*<locals>\.)?(.+)\)", frame)
     if match is None:
-        return call
+        return frame
     file, line, function = match.groups()
-    return f"{file.removeprefix(os.path.join(os.getcwd(), ''))}:{line} ({function})"
+    current_folder = os.path.join(os.getcwd(), "")
+    file = file.removeprefix(current_folder)
+    return f"{file}:{line} ({function})"

@@ -1,11 +1,11 @@
 """The table of JAX's operations: a row for each, with what is known of it.
 
-`row_of(eqn)` is the row of an equation's operation, and `traits(eqn)` the first cell of
-that row. For `exp` the traits are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
-`SENDS` and `PRODUCT`, `autocast` runs it as it was traced, in float32; as it is
-`CHEAP`, the backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which
-lists it where its operand has 16 bits. An operation without a row has the row
-`UNKNOWN`.
+Only this file names operations. All others ask for the row of an equation's operation,
+`row_of(eqn)`, or for the traits in that row, `traits(eqn)`. For example, `exp` has the
+traits `EXPONENTIAL` and `CHEAP`. It has none of `MOVES`, `SENDS` and `PRODUCT`, so
+`autocast` runs it as it was traced, in float32. Because it is `CHEAP`, the backward
+pass may recompute it. Because it is `EXPONENTIAL`, `dtype_report` lists it where its
+operand has 16 bits. An operation that is not in the table has the row `UNKNOWN`.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,14 @@ from optax_lossscale._programs.versions import name_of
 
 
 class Trait(Flag):
-    """The traits of operations, of which one operation may have several.
+    """The traits of operations; an operation may have several.
 
-    An operation that only returns numbers of its operands gives the same numbers in any
-    dtype. What decides about its dtype is its derivative: if that is a sum, the
-    operation has to run in the dtype in which it was traced. Otherwise it may run in
-    the dtype in which its operands are stored, perhaps one of 16 bits, and does so if
-    it has a trait of `RUNS_AS_STORED`. An example of each:
+    Some operations only return numbers of their operands, so they compute the same in
+    any dtype. In which dtype they run depends on their derivative. If the derivative is
+    a sum, which would lose digits in 16 bits, the operation runs in the dtype in which
+    it was traced. Otherwise it may run in the dtype in which its operands are stored,
+    even in 16 bits. It does so if it has a trait of `RUNS_AS_STORED`. An example of
+    each trait:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -37,36 +38,36 @@ class Trait(Flag):
     CHOOSES   `clamp`             sums, where one bound serves all  as traced
     ========  ==================  ================================  =========
 
-    An operation that is `SPREADS` gives 16 bits if its result is stored so, while its
-    derivative, a sum over devices, runs in float32. Apart from products and from sums
-    stored in 16 bits, every other operation runs as traced.
+    An operation that `SPREADS` returns 16 bits if its result is stored in 16 bits, but
+    its derivative, a sum over devices, runs in float32. Every other operation runs as
+    traced, except for products and for sums that are stored in 16 bits.
     """
 
     # --- how numbers are moved and chosen ---
 
     # Only moves or reshapes numbers.
     MOVES = auto()
-    # Its results are parts of an operand, and so may lack its largest numbers.
+    # Returns parts of an operand, which may lack the largest numbers of the whole.
     SELECTS = auto()
-    # Moves or repeats numbers, perhaps to between others, or casts them: all of its
-    # results are numbers of its operands. Each such operation also `CHOOSES`.
+    # Moves or repeats numbers, puts them between others, or casts them. All of its
+    # results are numbers of its operands, so each such operation also `CHOOSES`.
     PLACES = auto()
-    # Communicates between devices, for which the number of bytes counts.
+    # Communicates between devices, so the number of bytes matters.
     SENDS = auto()
-    # Gives an array to many devices, or lets it differ between them. Its derivative is
-    # a sum over these devices.
+    # Copies an array to many devices, or marks it as one that may differ between them.
+    # Its derivative is a sum over these devices.
     SPREADS = auto()
-    # Exists only where JAX tracks along which mesh axes each array differs. One that is
-    # `ADDS_MANY` sums over these axes, and any other returns its operand.
+    # Occurs only where JAX tracks along which mesh axes each array varies. If it also
+    # `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
     VARIES = auto()
-    # Its results are numbers of its operands, perhaps negated or cast, so it needs no
-    # more range than these. For some of these operations the derivative is a sum.
+    # Returns numbers of its operands, possibly negated or cast, so it needs no more
+    # range than they do. The derivative of some such operations is a sum.
     CHOOSES = auto()
-    # Puts numbers of one operand between those of another, as a mask does.
+    # Puts numbers of one operand between the numbers of another, as a mask does.
     FILLS = auto()
     # Looks up parts of its first operand by index, as an embedding does.
     GATHERS = auto()
-    # Gives its operand a name, by which a policy of `jax.checkpoint` may keep it.
+    # Names its operand, so that a policy of `jax.checkpoint` can choose to keep it.
     NAMES = auto()
     # Converts its operand to the dtype of its result.
     CASTS = auto()
@@ -74,11 +75,11 @@ class Trait(Flag):
 
     # Adds or subtracts two operands, number by number.
     ADDS_TWO = auto()
-    # Sums many terms: in 16 bits the last ones are lost once the sum is large. A sum
-    # over devices also `SENDS`: it has one term for each device, which are few, and so
-    # runs in the dtype in which its operands are stored.
+    # Sums many terms: in 16 bits, the last ones are lost once the sum is large. A sum
+    # over devices also `SENDS`. It has few terms, one for each device, so it runs in
+    # the dtype in which its operands are stored.
     ADDS_MANY = auto()
-    # Makes one number of those along its `axes`.
+    # Combines the numbers along its `axes` into one.
     REDUCES = auto()
     # Multiplies two operands, number by number.
     MULTIPLIES = auto()
@@ -86,84 +87,85 @@ class Trait(Flag):
     DIVIDES = auto()
     # Its results have about the range of its operands.
     NEAR = auto()
-    # Approaches a limit for large numbers, at least for those of one sign.
+    # Approaches a limit for large numbers of at least one sign.
     SATURATES = auto()
-    # Its results leave the range of its operands: exponentials, logarithms, powers.
+    # Changes the range of its operands: exponentials, logarithms, powers.
     EXPONENTIAL = auto()
-    # A matrix product or a convolution, also one that sums nothing: see `is_product`.
+    # A matrix product or convolution, even if it sums nothing: see `is_product`.
     PRODUCT = auto()
     # A matrix product that may be an inner or an outer product: `dot_general`.
     OUTER = auto()
-    # Reads or makes a number's bits, so that it gives others in another dtype.
+    # Works on the bits of numbers, so another dtype would change its results.
     OF_BITS = auto()
     # --- code, programs and cost ---
 
     # Runs code that no jaxpr shows, or does work that shapes do not determine.
     OPAQUE = auto()
-    # Does more than compute its results, so that it must not run twice.
+    # Does more than compute its results, so it must not run twice.
     EFFECTFUL = auto()
-    # Runs the one program that it holds, once, from its operands to its results.
+    # Calls the one program that it holds: runs it once, and returns its results.
     CALLS = auto()
-    # Only calls the program that it holds.
+    # Does nothing but call its program, so the program's equations may replace it.
     INLINED = auto()
-    # Says itself which residuals of its program are kept, as `jax.checkpoint` does.
+    # Decides which residuals of its program are kept, as `jax.checkpoint` does.
     CHECKPOINTS = auto()
-    # Runs its program once for each row of its operands, and carries a state along.
+    # Runs its program once for each row of some operands, and carries a state along.
     SCANS = auto()
-    # Runs its body, a program, as long as its condition, another program, holds.
+    # Runs one program, its body, as long as another, its condition, returns True.
     WHILE = auto()
-    # Runs one of its programs, which an index chooses.
+    # Runs one of its programs, chosen by an index.
     BRANCHES = auto()
     # Runs its program on each device of a mesh.
     MAPS = auto()
-    # Holds a program whose derivative is a rule of the user's own.
+    # Holds a program with a user-defined derivative, as of `jax.custom_jvp`.
     JVP = auto()
-    # Holds a program whose pullback is a rule of the user's own. It runs once, where it
-    # is, and is never `CHEAP`: a rule that is not linear, as one that clips, has to see
-    # the whole cotangent.
+    # Holds a program with a user-defined pullback, as of `jax.custom_vjp`. It runs
+    # once, where it stands, and is never `CHEAP`: a nonlinear rule, such as one that
+    # clips, must get the whole cotangent at once.
     VJP = auto()
-    # Takes at most one pass over its operands, and none if a compiler fuses it with
-    # the operations that read its results, as it mostly does. So a backward pass may
-    # recompute the results instead of keeping them.
+    # Takes at most one pass over its operands. Usually it takes none, because the
+    # compiler fuses it with the operations that read its results. So a backward pass
+    # may recompute the results instead of keeping them.
     CHEAP = auto()
 
 
 RUNS_AS_STORED = Trait.MOVES | Trait.SENDS
-"""The traits of operations that run in the dtypes in which their operands are stored."""
+"""Operations with one of these traits run in the dtype in which operands are stored."""
 
 
 class Row(NamedTuple):
-    """What is known of an operation."""
+    """What the table knows of an operation."""
 
     traits: Trait = Trait(0)
-    # For one that sums: where `terms_of` in `_programs.work` reads how many terms. Each
-    # is the name of a parameter, but for "contracted", "kernel", "last" and "updates".
+    # How `terms_of` in `_programs/work.py` counts the terms of a sum: "contracted",
+    # "kernel", "last", "updates", or the name of a parameter
     terms: str | None = None
-    # What it is in the formula of a norm, as `_autocast.normalized` reads it
+    # The operation's role in the formula of a norm, for `_autocast/normalized.py`
     formula: str | None = None
-    # The parameters with the programs that it runs, in the order of running; None means
-    # every parameter that holds one
+    # The names of the parameters that hold the programs it runs, in the order in which
+    # they run. None stands for every parameter that holds a program.
     programs: Sequence[str] | None = ()
 
 
-def _row(words: str = "", programs: str = "", **cells: str) -> Row:
-    """A row with the traits of these names, and with programs in these parameters."""
+def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
+    """Builds a row from the names of traits and of the parameters that hold programs."""
     traits = Trait(0)
-    for word in words.split():
-        traits |= Trait[word]
+    for name in trait_names.split():
+        traits |= Trait[name]
     return Row(traits, programs=tuple(programs.split()), **cells)
 
 
 UNKNOWN = Row(programs=None)
-"""The row of an operation that is not in the table, of which nothing is assumed.
+"""The row of an operation that is not in the table: nothing is assumed about it.
 
-`autocast` runs it in the dtypes in which it was traced, never narrows the products in
-its programs, and never puts it in an island. The reports take it to run every program
-among its parameters, and `dtype_report` lists it among what it cannot look into.
+`autocast` runs it in the dtypes in which it was traced, never computes the products in
+its programs in 16 bits, and never puts it into an island: the operations between two
+products that run in float32 as one unit. The reports assume that it runs every program
+among its parameters, and `dtype_report` lists it as one that it cannot look into.
 """
 
-# By the names of primitives, as jaxprs show them: `ragged_dot` is `ragged_dot_general`
-# here. Operations of which the same is known share a row, and none has two.
+# The names are those of primitives, as jaxprs print them: `lax.ragged_dot` is called
+# `ragged_dot_general`. Operations that are alike share a row. None has two rows.
 _ROWS = {
     # Moves numbers
     "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),
@@ -218,14 +220,14 @@ _ROWS = {
     "reduce_prod": _row("EXPONENTIAL CHEAP REDUCES"),
     # Products
     "conv_general_dilated": _row("PRODUCT", terms="kernel"),
-    # An outer or an inner product takes one pass over its operands. Any other
-    # `dot_general` is found by `is_product`, and `is_cheap` leaves it out.
+    # Outer and inner products are cheap: they take one pass over their operands. For
+    # any other `dot_general`, `is_product` is True, and `is_cheap` therefore False.
     "dot_general": _row("PRODUCT OUTER CHEAP", terms="contracted"),
     "ragged_dot_general scaled_dot": _row("PRODUCT", terms="contracted"),
     "scaled_matmul_wrapper": _row("PRODUCT", terms="last"),
     # Bits
     "bitcast_convert_type nextafter random_gamma rng_uniform": _row("OF_BITS"),
-    # What no jaxpr shows
+    # Runs code that no jaxpr shows
     (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general "
         "bcsr_dot_general call_exported call_tf coo_matmat coo_matvec coo_spmm "
@@ -286,7 +288,7 @@ _ROWS = {
 }
 
 TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
-"""The row of each operation, by the operation's name in JAX."""
+"""The row of each operation by name, which is the name of its primitive in JAX."""
 
 
 def row_of(eqn: JaxprEqn) -> Row:
@@ -300,5 +302,5 @@ def traits(eqn: JaxprEqn) -> Trait:
 
 
 def traits_of(name: str) -> Trait:
-    """The traits of the operation of this name; `Trait(0)` if it is not in the table."""
+    """The traits of the operation with this name; `Trait(0)` if it is not in the table."""
     return TABLE.get(name, UNKNOWN).traits

@@ -1,7 +1,8 @@
 """The dtypes, shapes and sizes of values.
 
 A *value* is anything that may have a dtype: an array, traced or not, or a variable or
-literal of a jaxpr.
+literal of a jaxpr. For example, `dtype_in` accepts both `x` and the variable that
+stands for `x` in a program.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ Array = jax.Array | np.ndarray
 """An array on a device or on the host."""
 
 Atom = Var | Literal
-"""What an equation reads: a variable, or a literal."""
+"""An operand of an equation: a variable or a literal."""
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
@@ -29,8 +30,9 @@ HALVES = frozenset(map(jnp.dtype, ("float16", "bfloat16")))
 
 
 def dtype_in(x: Any) -> Any:
-    """The dtype of an array, a shape, a variable or a literal; None if it has none."""
-    return getattr(getattr(x, "aval", x), "dtype", None)
+    """The dtype of an array, abstract or not, a variable or a literal, or else None."""
+    aval = getattr(x, "aval", x)
+    return getattr(aval, "dtype", None)
 
 
 def is_inexact(v: Any) -> bool:
@@ -40,59 +42,61 @@ def is_inexact(v: Any) -> bool:
 
 @functools.cache
 def is_inexact_dtype(dtype: Any) -> bool:
-    """Whether a dtype is a floating-point or complex one; None is not."""
+    """Whether a dtype is floating-point or complex; False for None."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 @functools.cache
 def is_narrow_dtype(dtype: Any) -> bool:
-    """Whether a dtype is a floating-point one of 16 bits or fewer; None is not."""
-    return (
-        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    )
+    """Whether a dtype is floating-point with 16 bits or fewer; False for None."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return dtype.itemsize < 4
 
 
 def astype(x: Any, dtype: Any) -> Any:
     """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
-    now = dtype_in(x)
-    has_none = dtype is None or now is None  # `np.dtype("float64") == None` is True
-    if has_none or now == dtype:
+    old_dtype = dtype_in(x)
+    # `None` is tested by identity, because `np.dtype("float64") == None` is True.
+    if dtype is None or old_dtype is None or old_dtype == dtype:
         return x
-    with _in_its_mesh(x):
+    with _mesh_context(x):
         return lax.convert_element_type(x, dtype)
 
 
-def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
-    """A context in which an operation on an array may run, whatever mesh it belongs to.
+def _mesh_context(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which JAX allows operations on `x`, whatever its mesh.
 
-    Inside of `auto_axes`, an array may have another mesh than the context has: one with
-    the same axes, of other types. JAX refuses operations on it there.
+    Inside `auto_axes`, an array's mesh may differ from the mesh of the context: the
+    axes are the same, but their types are not. JAX refuses operations on such an array.
     """
     mesh = jax.typeof(x).sharding.mesh
-    around = jax.sharding.get_abstract_mesh()
-    axis_types = {*mesh.axis_types, *around.axis_types}
-    is_one_mesh = mesh.empty or around.empty or mesh == around
-    if is_one_mesh or axis_types == {AxisType.Auto}:
+    context_mesh = jax.sharding.get_abstract_mesh()
+    axis_types = {*mesh.axis_types, *context_mesh.axis_types}
+    is_allowed = mesh.empty or context_mesh.empty or mesh == context_mesh
+    if is_allowed or axis_types == {AxisType.Auto}:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Casts each array to the dtype at its place, as `astype` does."""
-    return [astype(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+    """Casts each array to the dtype at the same position, as `astype` does."""
+    pairs = zip(xs, dtypes, strict=True)
+    return [astype(x, dtype) for x, dtype in pairs]
 
 
 def dtypes_in(values: Sequence[Any]) -> list[Any]:
-    """The dtype of each value, as `dtype_in` gives it."""
-    return list(map(dtype_in, values))
+    """The `dtype_in` of each value."""
+    return [dtype_in(value) for value in values]
 
 
 def lengths_of(array: Any) -> list[int]:
-    """The lengths of an array's axes; one that `jax.export` leaves open counts 1024.
+    """The lengths of an array's axes; a symbolic length of `jax.export` counts as 1024.
 
-    A token, which is no array, has no axes.
+    A token is not an array, and has no axes.
     """
-    return [n if isinstance(n, int) else 1024 for n in getattr(array, "shape", ())]
+    shape = getattr(array, "shape", ())
+    return [n if isinstance(n, int) else 1024 for n in shape]
 
 
 def shape_in(v: Any) -> tuple[int, ...]:
@@ -101,10 +105,10 @@ def shape_in(v: Any) -> tuple[int, ...]:
 
 
 def variables(values: Iterable[Any]) -> list[Var]:
-    """The variables among values such as operands, without literals."""
+    """The variables among operands or results, without the literals."""
     return [v for v in values if isinstance(v, Var)]
 
 
 def size_of(array: Any) -> int:
-    """How many numbers an array has, as `lengths_of` counts them."""
+    """How many numbers an array holds; symbolic lengths count as in `lengths_of`."""
     return math.prod(lengths_of(array))

@@ -1,10 +1,15 @@
-"""The programs that an equation holds, and what values are computed from.
+"""The programs in an equation, and the values that a value depends on.
 
-`programs_in` gives the programs that an equation holds, and `result_programs` those
-that give its results. These take the operands of the equation from `first_inside` on.
-`carried_by` gives the positions of a loop's carry. For a `scan` with 2 constants, 1
-carry and 1 array to scan over, `result_programs` gives `[body]`, `first_inside` 0, and
-`carried_by` `range(2, 3)`.
+`programs_in` lists the programs that an equation holds. `result_programs` lists the
+programs that compute its results: all of them, except for the condition of a `while`.
+The operands from position `first_inside` on are the arguments of these
+programs, and `carried_by` returns the positions of a loop's carry. For a
+`scan` over one array, with 2 constants and 1 carry, the operands are
+`const, const, carry, xs`, and:
+
+    result_programs(eqn) == [body]
+    first_inside(eqn) == 0
+    carried_by(eqn) == range(2, 3)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +30,11 @@ from optax_lossscale._programs.versions import (
 
 
 def programs_in(eqn: JaxprEqn) -> list[Any]:
-    """The programs that an equation holds and runs, in the order of running.
+    """The programs that an equation holds and runs, in the order in which they run.
 
     Raises:
-      NotImplementedError: if it has none of the parameters that its row names.
+      NotImplementedError: if the equation has none of the parameters that its row in
+        the table of operations names.
     """
     params = params_of(eqn)
     names = row_of(eqn).programs
@@ -47,26 +53,26 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
 
 
 def result_programs(eqn: JaxprEqn) -> list[Any]:
-    """The programs whose results are those of the equation, which is entered.
+    """The programs that compute the results of an equation that `enter` can run.
 
-    They are all of its programs but for the condition of a `while`.
+    These are all of its programs, except for the condition of a `while`.
     """
     programs = programs_in(eqn)
     return programs[1:] if Trait.WHILE in traits(eqn) else programs
 
 
 def first_inside(eqn: JaxprEqn) -> int:
-    """The position of the first operand that each of the `result_programs` takes.
+    """The position of the first operand that is passed to the `result_programs`.
 
-    It takes all operands after this one, too. Before it are the index of a `cond` and
-    the constants of a loop's condition.
+    Each of these programs gets this operand and all after it. The operands before it
+    are the index of a `cond`, or the constants of a `while` loop's condition.
     """
-    program = result_programs(eqn)[0]
-    return len(eqn.invars) - len(open_jaxpr(program).invars)
+    n_arguments = len(open_jaxpr(result_programs(eqn)[0]).invars)
+    return len(eqn.invars) - n_arguments
 
 
 def carried_by(eqn: JaxprEqn) -> range:
-    """The positions of the operands that a loop carries from round to round."""
+    """The positions of a loop's carry among its operands; empty for other equations."""
     if Trait.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
@@ -77,29 +83,33 @@ def carried_by(eqn: JaxprEqn) -> range:
 
 
 def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """The equation that makes each result of some equations, in order."""
+    """Maps each result of some equations to the equation that computes it, in order."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
-def needed_for(values: Iterable[Any], makers: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """The variables among `values`, and all from which `makers` compute them."""
+def needed_for(values: Iterable[Any], producers: Mapping[Var, JaxprEqn]) -> set[Var]:
+    """The variables among `values`, and all variables that they are computed from.
+
+    `producers` holds the equations to look through, as `made_by` returns them.
+    """
     needed: set[Var] = set()
-    unread = variables(values)
-    while unread:
-        v = unread.pop()
-        if v in makers and v not in needed:
-            unread += variables(makers[v].invars)
+    unvisited = variables(values)
+    while unvisited:
+        v = unvisited.pop()
+        if v in producers and v not in needed:
+            unvisited += variables(producers[v].invars)
         needed.add(v)
     return needed
 
 
 def has_shardings(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jit` with shardings for its arguments or results."""
-    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
-    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
+    shardings = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
+    leaves = jax.tree.leaves(shardings)
+    return any(isinstance(leaf, jax.sharding.Sharding) for leaf in leaves)
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
-    """A parameter by name; for `jaxprs.solve`, the attribute `solve` of one."""
-    name, _, part = name.partition(".")
-    return getattr(params[name], part) if part else params.get(name)
+    """Looks up a parameter; `jaxprs.solve` is the attribute `solve` of `jaxprs`."""
+    name, _, attribute = name.partition(".")
+    return getattr(params[name], attribute) if attribute else params.get(name)

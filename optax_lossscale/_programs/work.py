@@ -1,11 +1,13 @@
-"""What equations compute: which are products, which are cheap, and how much it is.
+"""Which equations are products, which are cheap, and how much they compute.
 
-A *product* in this package is a matrix product or a convolution that sums; an inner
-product, which gives single numbers, is none, and neither is an outer product, which
-sums nothing.
+A *product* in this package is a matrix product or a convolution that sums. Inner
+products don't count, because their results are single numbers. Outer products don't
+count, because they sum nothing.
 
-A product of matrices of shapes (8, 4) and (4, 2) gives 16 numbers of 4 terms each. The
-cell `terms` in the row of the operation says how its terms are counted.
+The work of a product is the number of its results times the terms that each result
+sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms each.
+How terms are counted differs between operations: the cell `terms` in an operation's row
+in `operations.py` says how.
 """
 
 import math
@@ -26,15 +28,15 @@ from optax_lossscale._programs.walk import programs_in
 def is_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product: a matrix product or convolution that sums.
 
-    An inner product, which gives a single number, or one for each index of a batch, is
-    none.
+    Inner products don't count: they return a single number, or one for each index of a
+    batch.
     """
     if Trait.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
     if Trait.OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    # An inner product has no axis that is neither summed nor of the batch.
+    # In an inner product, every axis is either summed over or a batch axis.
     n_shared = len(contracted) + len(batch)
     return any(len(shape_in(v)) > n_shared for v in eqn.invars)
 
@@ -42,30 +44,31 @@ def is_product(eqn: JaxprEqn) -> bool:
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation takes so little time that it may be computed more than once.
 
-    Its operation has to be `CHEAP`. A product is not cheap, and neither is an equation
-    with effects, which has to run once. For an equation that holds programs, all
-    equations in the programs have to be cheap.
+    Its operation must be `CHEAP`, and all equations in the programs that it holds must
+    be cheap. A product is not cheap. Nor is an equation with effects, which must run
+    exactly once.
     """
     if eqn.effects or is_product(eqn) or Trait.CHEAP not in traits(eqn):
         return False
-    return all(map(_are_all_cheap, programs_in(eqn)))
+    return all(map(_is_cheap_program, programs_in(eqn)))
 
 
 @cached_by_program
-def _are_all_cheap(program: Any) -> bool:
+def _is_cheap_program(program: Any) -> bool:
     return all(map(is_cheap, open_jaxpr(program).eqns))
 
 
 def multiplies_once(eqn: JaxprEqn) -> bool:
-    """Whether each result of a product is one number times another, without a sum."""
+    """Whether each result of a product is one number times another, with no sum."""
     return terms_of(eqn) == 1
 
 
 def asks_for_highest(eqn: JaxprEqn) -> bool:
-    """Whether a product asks for HIGHEST precision, or for an algorithm.
+    """Whether a product asks for HIGHEST precision or for a specific algorithm.
 
-    Either is asked for in the call, or by the default around it. JAX writes a precision
-    into the equation as a pair, one for each operand, and an algorithm as it is.
+    The request may come from the call or from the default precision around it. In the
+    equation, JAX stores a precision as a pair, with one entry per operand, and an
+    algorithm as a single object.
     """
     precision = eqn.params.get("precision")
     if isinstance(precision, tuple):
@@ -74,55 +77,58 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 
 
 def results_of(eqn: JaxprEqn) -> int:
-    """How many numbers a product computes, each a sum of `terms_of` terms."""
+    """How many results a product computes, each a sum of `terms_of` terms.
+
+    Fewer results are counted if not all of their terms cost a multiplication.
+    """
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    # If the contracted axis is the ragged one, each group sums a part of it, and the
-    # first axis of the result is that of the groups. All groups together multiply as
-    # often as one product.
+    # If the ragged axis is contracted, each group sums over a part of it, and the first
+    # axis of the result has one entry per group. All groups together do only as many
+    # multiplications as a product without that axis.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs. Their terms are left out,
-    # as if there were fewer results.
+    # A transposed convolution puts zeros between its inputs, whose terms cost nothing.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 
 
 def terms_of(eqn: JaxprEqn) -> int:
-    """How many terms each result of an equation sums; 1 for one that is not a sum.
+    """How many terms each result of an equation sums; 1 if the equation is not a sum.
 
-    A sum over devices is taken for no sum.
+    Sums over devices count as 1, because no shape tells how many devices there are.
     """
     terms = row_of(eqn).terms
     if not terms:
         return 1
     params = eqn.params
-    lengths = lengths_of(eqn.invars[0].aval)
+    operand = eqn.invars[0]
     match terms:
         case "contracted":
             summed = _contracted(eqn)
         case "last":
             summed = [-1]
         case "kernel":
-            lengths = lengths_of(eqn.invars[1].aval)
-            _features, *summed = params["dimension_numbers"].rhs_spec
+            operand = eqn.invars[1]
+            _out_features, *summed = params["dimension_numbers"].rhs_spec
         case "updates":
-            # This many at most: those of all updates, if all have the same index.
-            lengths = lengths_of(eqn.invars[2].aval)
+            operand = eqn.invars[2]
+            # An upper bound: a result sums all updates if all have the same index.
             window = params["dimension_numbers"].update_window_dims
-            summed = set(range(len(lengths))).difference(window)
+            axes = range(operand.aval.ndim)
+            summed = set(axes).difference(window)
         case "window_dimensions":
             return math.prod(params[terms])
         case _:
             summed = np.atleast_1d(params[terms])
+    lengths = lengths_of(operand.aval)
     return math.prod(lengths[axis] for axis in summed)
 
 
 def _contracted(eqn: JaxprEqn) -> Sequence[int]:
     """The axes of the first operand that a matrix product sums over."""
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    numbers = (
-        ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-    )
+    params = eqn.params
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
     (contracted, _), _ = numbers
     return contracted
