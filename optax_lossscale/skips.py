@@ -295,8 +295,6 @@ def _smallest(multipliers: tuple[float, ...]) -> float:
     allowed = "a tuple of positive numbers"
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
         refuse("multipliers", multipliers, allowed)
-    checked = []
-    for x in multipliers:
-        multiplier = validation.positive("multipliers", x, allowed=allowed)
-        checked.append(multiplier)
-    return min(checked)
+    return min(
+        validation.positive("multipliers", x, allowed=allowed) for x in multipliers
+    )

@@ -52,8 +52,8 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Products equal those computed in float64, with the factor not rounded to float32.
-    So a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
+    Each product is computed as if in float64, without rounding the factor to float32
+    first. So a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
 
     Args:
       initial_scale: the loss scale before the first step, within the bounds.
@@ -125,6 +125,9 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
+
+    def exhausted(self) -> jax.Array:
+        return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
         """Counts a finite step, and grows the scale if that is due."""

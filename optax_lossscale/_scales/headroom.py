@@ -115,7 +115,7 @@ class HeadroomLossScale(LossScale):
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
     Args:
-      initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a
+      initial_scale: the initial loss scale, from 2**-100 to 2**100, rounded down to a
         power of two.
       margin: how many bits to leave between the largest gradient and overflow, from 0
         to 24. With more bits, fewer steps overflow, but more gradients underflow.
@@ -180,7 +180,7 @@ class HeadroomLossScale(LossScale):
         # The reserve is merged into `largest`, which falls at each finite step.
         largest = self._largest() + self._reserve
         fallen = largest - 1 / _GROWTH_STEPS
-        after_finite_step = self._rescaled(fallen, reserve=0.0, overflows=0)
+        after_finite_step = self._scaled_for(fallen, reserve=0.0, overflows=0)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
@@ -212,7 +212,7 @@ class HeadroomLossScale(LossScale):
         memory = jnp.where(is_first, longer_memory, self._memory)
 
         overflows = optax.safe_increment(self._overflows)
-        new = self._rescaled(self._largest(), reserve, overflows)
+        new = self._scaled_for(self._largest(), reserve, overflows)
         return new.replace(_memory=memory)
 
     def _after_nonzero_step(self, gradient: jax.Array) -> Self:
@@ -232,7 +232,7 @@ class HeadroomLossScale(LossScale):
         largest = jnp.maximum(size, fallen)
 
         explains_overflow = size > old_largest + self.margin
-        explained = self._rescaled(largest, reserve=0.0, overflows=0)
+        explained = self._scaled_for(largest, reserve=0.0, overflows=0)
         unexplained = self._faded(largest, fall)
         new = choose(explains_overflow, explained, unexplained)
         return new.replace(_memory=self._next_memory())
@@ -269,7 +269,7 @@ class HeadroomLossScale(LossScale):
         reserve = jnp.where(batch_is_at_fault, 0, faded)
         excuses_left = jnp.minimum(self._overflows, 0)
         overflows = jnp.where(batch_is_at_fault, -_EXCUSED_STEPS, excuses_left)
-        return self._rescaled(largest, reserve, overflows)
+        return self._scaled_for(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
         """Returns the `size` of the largest remembered gradient.
@@ -281,7 +281,7 @@ class HeadroomLossScale(LossScale):
         max_size = _OVERFLOW_BITS - exponent  # A larger gradient would overflow.
         return max_size.astype(jnp.float32) - self.spare_bits
 
-    def _rescaled(
+    def _scaled_for(
         self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
     ) -> Self:
         """Returns the loss scale for a largest gradient and a reserve, both in bits.

@@ -135,9 +135,7 @@ class LossScale(Stateful):
         Returns:
           A bool, shape (); always False unless a subclass overrides this method.
         """
-        # `DynamicLossScale` and `ToleranceLossScale` store this flag in their state.
-        exhausted = getattr(self, "_exhausted", False)
-        return jnp.asarray(exhausted)
+        return jnp.asarray(False)
 
     def scale(self, tree: T) -> T:
         """Multiplies a loss, or the leaves of any pytree, by the scale.

@@ -101,6 +101,9 @@ class ToleranceLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
+    def exhausted(self) -> jax.Array:
+        return jnp.asarray(self._exhausted)
+
     def _after_finite_step(self) -> Self:
         """Counts a finite step, and grows the scale if that is due."""
         scale = self()

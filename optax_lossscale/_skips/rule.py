@@ -5,10 +5,10 @@ other steps, because gradients that are finite but far larger than usual can und
 model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
 a norm above 10.
 
-The training step measures the norm and calls `update`. It calls `decide`, which each
-rule defines, and keeps the counts that all rules share. One of these counts, the
-`skip_debt`, keeps a rule from stopping training unnoticed: skipped steps add to the
-debt, applied steps pay it off, and `raise_if_stuck` raises an error if it is large.
+The training step measures the norm and calls `update`, which calls `decide`, the method
+that each rule defines, and keeps the counts that all rules share. One of these counts,
+the `skip_debt`, makes sure that no rule stops training unnoticed: skipped steps add to
+the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it is large.
 """
 
 import abc

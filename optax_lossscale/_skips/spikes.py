@@ -3,7 +3,8 @@
 Order statistics of the last applied steps define what is usual: the median, the upper
 quartile, and a value that several steps reached. A single spike hardly moves these,
 whereas it would move a mean and a standard deviation. They are computed on log2 of
-norms and losses, so multiplying all of these by a constant changes nothing.
+norms and losses, so multiplying all norms, or all losses, by a constant changes
+nothing.
 
 For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
 1 bit above their median, that is, above 2. If the norms vary more, the limit is higher.
