@@ -6,43 +6,43 @@
     state = tx.init(params)
     loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)
 
-Each function and each loss scale has an example in its docstring: try
+Each function and each loss scale has an example in its docstring, as in
 `help(ols.with_loss_scale)`.
 
 Take a step:
-    with_loss_scale          wraps an optimizer, to take the gradients of a scaled loss
-    value_and_scaled_grad    the loss, and the gradients of the scaled loss
+    with_loss_scale          wraps an optimizer to accept gradients of a scaled loss
+    value_and_scaled_grad    computes the loss, and the gradients of the scaled loss
     scale_gradient           the same inside a loss function: for NNX, Equinox, trainers
     where_applied            keeps batch statistics and the like at a skipped step
-    with_master_weights      wraps an optimizer, to train 16-bit parameters as float32
+    with_master_weights      wraps an optimizer to train 16-bit parameters as float32
     all_finite               whether all numbers of a tree are finite
 
 Compute in 16 bits:
-    autocast                 a function with its matrix products in float16 or bfloat16
-    cast_inputs              a kernel whose inputs autocast casts to 16 bits
+    autocast                 runs a function's matrix products in float16 or bfloat16
+    cast_inputs              makes autocast cast the inputs of a kernel to 16 bits
 
 Choose a loss scale:
     DynamicLossScale         "dynamic", the default: grows, and backs off at an overflow
     HeadroomLossScale        "headroom": measures gradients, and stays below overflow
     FixedLossScale           a constant, also written as a number; None is a scale of 1
-    LossScale                the base class, for one of your own
+    LossScale                the base class of your own loss scale
     state_field              declares the state of your own loss scale or skip rule
-    get                      the loss scale that a word, a number or a config stands for
-    get_loss_scale           the loss scale in an optimizer state
+    get                      finds the loss scale for a word, a number or a config
+    get_loss_scale           finds the loss scale in an optimizer state
     presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 
 Choose what to skip:
     skips                    rules for steps that are finite, but far too large
 
 See what the numbers do:
-    diagnose                 a page: is float16 fine for this model? if not, where, why?
-    metrics                  what to log at each step
+    diagnose                 reports whether float16 suits a model, or where and why not
+    metrics                  returns what to log at each step
     raise_if_stuck           raises LossScaleError if training cannot go on
-    dtype_report             which products compute in which dtype, line by line
-    plot                     plots of loss scales and gradients, with matplotlib
+    dtype_report             lists which products compute in which dtype, line by line
+    plot                     plots loss scales and gradients, with matplotlib
     testing                  assertions about a training step, for your tests
 
-What is returned:
+Types of results:
     LossScaledTransformation, LossScaleState, MasterWeightsState, Diagnosis, DtypeReport
 """
 
@@ -66,7 +66,7 @@ from optax_lossscale._step.stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._step.where_applied import where_applied
 from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_scale
 
-# The modules that read programs or draw are imported when they are used.
+# The modules that read programs or draw are imported only when they are used.
 if TYPE_CHECKING:
     from optax_lossscale import plot as plot
     from optax_lossscale import testing
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from optax_lossscale._diagnosis.diagnose import diagnose
     from optax_lossscale._diagnosis.dtypes import DtypeReport, dtype_report
     from optax_lossscale._diagnosis.page import Diagnosis
-else:  # A type checker that saw `__getattr__` would accept every misspelt name.
-    _FILES = {
+else:  # If a type checker saw `__getattr__`, it would accept every misspelt name.
+    _MODULES = {
         "Diagnosis": "_diagnosis.page",
         "DtypeReport": "_diagnosis.dtypes",
         "autocast": "_autocast.autocast",
@@ -88,8 +88,8 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
     def __getattr__(name):
         if name in ("plot", "testing"):
             return importlib.import_module(f"optax_lossscale.{name}")
-        if name in _FILES:
-            module = importlib.import_module(f"optax_lossscale.{_FILES[name]}")
+        if name in _MODULES:
+            module = importlib.import_module(f"optax_lossscale.{_MODULES[name]}")
             value = getattr(module, name)
             _make_public(__name__, value)
             globals()[name] = value
@@ -102,7 +102,7 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
 
 __version__ = "0.4.0"
 
-# `plot` is left out, as it needs an extra, which `import *` should not ask for.
+# `plot` is left out because it needs an extra, which `import *` should not require.
 __all__ = [
     "Diagnosis",
     "DtypeReport",
@@ -134,5 +134,6 @@ __all__ = [
     "with_master_weights",
 ]
 
-# Modules stay as they are; `__getattr__` does this for what it imports.
-_make_public(__name__, *[x for x in map(globals().get, __all__) if callable(x)])
+# `__getattr__` does the same for each name that it imports. Modules are not callable.
+_imported = [globals().get(name) for name in __all__]
+_make_public(__name__, *filter(callable, _imported))

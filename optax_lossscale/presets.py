@@ -1,18 +1,21 @@
 """The loss scalers of other systems, with their original argument names.
 
-Each function is named after a system. It takes those arguments of the original that
-concern the loss scale, with their defaults, and returns a loss scale that adapts as the
-original does: value for value in float32, except for LogMax, which is tested to within
-1%. In all presets two things differ: a scale that would leave float32's normal range,
-1.18e-38 to 3.4e38, stays as it is; and a `FixedLossScale` is at most 2**126. Where a
-preset differs in more, it says so. An argument that is not allowed raises a
+Each function is named after a system. It accepts the arguments of the original that
+concern the loss scale, with the original defaults, and returns a loss scale that adapts
+as the original does. For example, `presets.pytorch(init_scale=1024.0)` adapts as
+`torch.amp.GradScaler(init_scale=1024.0)` does. All scales equal those of the originals
+in float32, value for value, except for LogMax, which is tested to within 1%.
+
+All presets differ from the originals in two ways. A scale that would leave float32's
+normal range, 1.18e-38 to 3.4e38, stays as it is, and a `FixedLossScale` is at most
+2**126. Docstrings mention any other differences. An invalid argument raises a
 `ValueError`, unless the original ignores it.
 
-Unless a preset says otherwise, it backs off at each non-finite step. A step whose
-gradients are all zero counts as finite; if most steps are like that,
-`HeadroomLossScale` is better. (LogMax counts such a step as one whose largest gradient
-is 2**-126.) None of the originals looks at the loss, and where the scale is fixed, most
-check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
+Unless its docstring says otherwise, a preset backs off at each non-finite step. A step
+whose gradients are all zero counts as finite. If most steps are like that, use
+`HeadroomLossScale` instead. (LogMax treats such a step as if its largest gradient were
+2**-126.) The originals do not check the loss, and if the scale is fixed, most of them
+check nothing. To do the same, pass `skip=None` to `with_loss_scale`.
 """
 
 from typing import Any, Literal
@@ -52,13 +55,15 @@ make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
 def _growth_factor(name: str, factor: float) -> float:
-    """A growth factor rounded to float32, in which the original computes."""
-    return float(np.float32(validation.growth_factor(name, factor)))
+    """Checks a growth factor, and rounds it to float32, as the original does."""
+    checked = validation.growth_factor(name, factor)
+    return float(np.float32(checked))
 
 
 def _backoff_factor(name: str, factor: float) -> float:
-    """A back-off factor rounded to float32, in which the original computes."""
-    return float(np.float32(validation.backoff_factor(name, factor)))
+    """Checks a back-off factor, and rounds it to float32, as the original does."""
+    checked = validation.backoff_factor(name, factor)
+    return float(np.float32(checked))
 
 
 @user_names(initial_loss_scale="initial_scale", increment_period="growth_interval")
@@ -70,9 +75,9 @@ def tensorflow_dynamic(
     """TensorFlow's `tf.train.experimental.DynamicLossScale`.
 
     Args:
-      initial_loss_scale: the first scale, at least 1, which is the floor.
-      increment_period: finite steps in a row after which the scale grows.
-      multiplier: multiplies the scale to grow, and divides it to back off.
+      initial_loss_scale: the initial scale, at least 1, which is the floor.
+      increment_period: the scale grows after this many finite steps in a row.
+      multiplier: the scale grows by this factor, and is divided by it to back off.
 
     Example:
       >>> from optax_lossscale import presets
@@ -92,7 +97,8 @@ def tensorflow_dynamic(
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
     """TensorFlow's `FixedLossScale`, which checks nothing.
 
-    Pass `skip=None` to `with_loss_scale` for a step that does not check either.
+    By default, `with_loss_scale` still checks the gradients. For a step that does not,
+    pass `skip=None` to it.
 
     Args:
       loss_scale_value: the scale.
@@ -118,7 +124,7 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    # With factors of 1, as `FixedLossScale` checks nothing
+    # Factors of 1 keep the scale fixed. `FixedLossScale` itself would check nothing.
     return DynamicLossScale(
         initial_scale=loss_scale,
         growth_factor=1.0,
@@ -143,12 +149,12 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    Finite steps do not clear the count of non-finite ones; any change of the scale
+    Finite steps do not reset the count of non-finite steps. Any change of the scale
     does.
 
     Args:
-      init_loss_scale: the first scale, at least 1, which is the floor.
-      incr_every_n_steps: finite steps in a row after which the scale grows.
+      init_loss_scale: the initial scale, at least 1, which is the floor.
+      incr_every_n_steps: the scale grows after this many finite steps in a row.
       decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
       incr_ratio: the factor by which the scale grows.
       decr_ratio: the factor by which the scale backs off.
@@ -176,13 +182,13 @@ def tf_keras(
 ) -> LossScale:
     """The scale of `tf.keras.mixed_precision.LossScaleOptimizer`.
 
-    It doubles and halves, with a floor of 1.
+    The scale doubles and halves, with a floor of 1.
 
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
-      initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: if `dynamic`, finite steps in a row until growth, by default
-        2000.
+      initial_scale: the initial scale, by default 2**15; required if not `dynamic`.
+      dynamic_growth_steps: the scale grows after this many finite steps in a row, by
+        default 2000; not allowed unless `dynamic`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -207,8 +213,8 @@ def keras(
     """Keras 3's `LossScaleOptimizer`, which doubles and halves without floor or cap.
 
     Args:
-      initial_scale: the first scale.
-      dynamic_growth_steps: finite steps in a row after which the scale grows.
+      initial_scale: the initial scale.
+      dynamic_growth_steps: the scale grows after this many finite steps in a row.
 
     Example:
       >>> from optax_lossscale import presets
@@ -233,11 +239,12 @@ def pytorch(
     """PyTorch's `torch.amp.GradScaler`, with factors in double precision and no floor.
 
     Args:
-      init_scale: the first scale.
+      init_scale: the initial scale.
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: finite steps in a row after which the scale grows.
-      enabled: whether there is any scaling; if not, the result is `FixedLossScale(1)`.
+      growth_interval: the scale grows after this many finite steps in a row.
+      enabled: whether to scale the loss at all; if not, the result is
+        `FixedLossScale(1)`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -270,16 +277,14 @@ def flax(
 ) -> DynamicLossScale:
     """Flax's `flax.training.dynamic_scale.DynamicScale`.
 
-    It grows up to the largest float32 number.
+    The scale grows up to the largest float32 number.
 
     Args:
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: one less than the number of finite steps in a row after which the
-        scale grows.
-      fin_steps: the count of finite steps in a row to start from, at most
-        `growth_interval`.
-      scale: the first scale.
+      growth_interval: the scale grows after this many finite steps in a row, plus one.
+      fin_steps: the initial count of finite steps in a row, at most `growth_interval`.
+      scale: the initial scale.
       minimum_scale: the floor, or None.
 
     Example:
@@ -319,14 +324,14 @@ def jmp(
 ) -> DynamicLossScale:
     """JMP's `jmp.DynamicLossScale`.
 
-    JMP's own falls back to a floor of 1 when it passes through `jit`; this one keeps
-    its `min_loss_scale`.
+    When the original passes through `jit`, its floor falls back to 1. This one keeps
+    `min_loss_scale`.
 
     Args:
-      loss_scale: the first scale.
-      counter: the count of finite steps in a row to start from, less than `period`.
-      period: finite steps in a row after which the scale grows.
-      factor: multiplies the scale to grow, and divides it to back off.
+      loss_scale: the initial scale.
+      counter: the initial count of finite steps in a row, less than `period`.
+      period: the scale grows after this many finite steps in a row.
+      factor: the scale grows by this factor, and is divided by it to back off.
       min_loss_scale: the floor.
 
     Example:
@@ -334,7 +339,7 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    return _of_one_factor(
+    return _symmetric(
         factor,
         initial_scale=loss_scale,
         growth_interval=period,
@@ -358,22 +363,22 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Growth ends at 65504, float16's largest number. MPX unscales gradients by the next
-    scale; here, they are unscaled by the one that the loss was multiplied by.
+    Growth ends at 65504, float16's largest number. MPX divides the gradients by the
+    next scale. Here, they are divided by the scale that multiplied the loss.
 
     Args:
-      loss_scaling: the first scale, at most 65504.
+      loss_scaling: the initial scale, at most 65504.
       min_loss_scaling: the floor.
-      factor: multiplies the scale to grow, and divides it to back off.
-      period: finite steps in a row after which the scale grows.
-      counter: the count of finite steps in a row to start from, less than `period`.
+      factor: the scale grows by this factor, and is divided by it to back off.
+      period: the scale grows after this many finite steps in a row.
+      counter: the initial count of finite steps in a row, less than `period`.
 
     Example:
       >>> from optax_lossscale import presets
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    return _of_one_factor(
+    return _symmetric(
         factor,
         initial_scale=loss_scaling,
         growth_interval=period,
@@ -383,10 +388,11 @@ def mpx(
     )
 
 
-def _of_one_factor(factor: float, **configuration: Any) -> DynamicLossScale:
-    """The loss scale of JMP and MPX, which multiply by a factor and divide by it.
+def _symmetric(factor: float, **configuration: Any) -> DynamicLossScale:
+    """Builds the loss scale of JMP and MPX, which grow and back off by the same factor.
 
-    XLA compiles their division to a multiplication by the reciprocal in float32.
+    They divide by the factor to back off. XLA compiles that division to a
+    multiplication by the reciprocal in float32.
     """
     growth_factor = _growth_factor("factor", factor)
     reciprocal = np.float32(1 / growth_factor)
@@ -407,16 +413,17 @@ def megatron(
 ) -> DynamicLossScale:
     """Megatron-LM's `DynamicGradScaler`.
 
-    After a back-off, every overflow backs off, until the scale is due to grow.
+    Once the scale has backed off, it backs off at every overflow, until it is due to
+    grow.
 
     Args:
-      initial_scale: the first scale.
+      initial_scale: the initial scale.
       min_scale: the floor.
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: finite steps in a row after which the scale grows.
-      hysteresis: how many non-finite steps it takes to back off, counted anew when the
-        scale is due to grow.
+      growth_interval: the scale grows after this many finite steps in a row.
+      hysteresis: how many non-finite steps it takes to back off. The count starts over
+        when the scale is due to grow.
 
     Example:
       >>> from optax_lossscale import presets
@@ -452,15 +459,15 @@ def deepspeed(
     """DeepSpeed's `DynamicLossScaler`.
 
     Args:
-      init_scale: the first scale.
-      scale_factor: multiplies the scale to grow, and divides it to back off.
-      scale_window: finite steps in a row after which the scale grows.
+      init_scale: the initial scale.
+      scale_factor: the scale grows by this factor, and is divided by it to back off.
+      scale_window: the scale grows after this many finite steps in a row.
       min_scale: the floor.
       delayed_shift: how many non-finite steps it takes to back off.
-      consecutive_hysteresis: whether these must be consecutive. If not, then after a
-        back-off every overflow backs off, until the scale is due to grow.
-      raise_error_at_min_scale: whether `raise_if_stuck` raises on an overflow at the
-        floor.
+      consecutive_hysteresis: whether these steps must be consecutive. If not, a scale
+        that has backed off backs off at every overflow, until it is due to grow.
+      raise_error_at_min_scale: whether `raise_if_stuck` raises an error after an
+        overflow at the floor.
 
     Example:
       >>> from optax_lossscale import presets
@@ -498,15 +505,16 @@ def fairseq(
     """The `DynamicLossScaler` of fairseq.
 
     Args:
-      init_scale: the first scale.
-      scale_factor: multiplies the scale to grow, and divides it to back off.
-      scale_window: finite steps in a row after which the scale grows.
-      tolerance: how many overflows since the last back-off it takes to back off, as a
-        share of the steps since the scale last changed.
-      threshold: the lowest scale to back off to, or None. If it is above
-        `min_loss_scale`, there is no error. A scale below it rises to it at a back-off.
-      min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or
-        below.
+      init_scale: the initial scale.
+      scale_factor: the scale grows by this factor, and is divided by it to back off.
+      scale_window: the scale grows after this many finite steps in a row.
+      tolerance: the scale backs off if the overflows since the last back-off make up at
+        least this share of the steps since the scale last changed.
+      threshold: the lowest scale to back off to, or None. With a threshold above
+        `min_loss_scale`, there is no error. A scale below the threshold rises to it
+        when it backs off.
+      min_loss_scale: if the scale would fall to this bound or below, `raise_if_stuck`
+        raises an error.
 
     Example:
       >>> from optax_lossscale import presets
@@ -537,10 +545,10 @@ def openseq2seq_logmax(
     Args:
       scale_min: the floor.
       scale_max: the cap.
-      log_max: an overflow is averaged as if the log2 of the largest gradient were
+      log_max: an overflow is averaged as if log2 of the largest gradient were
         `2**log_max`, as in the original; at most 60.
-      beta1: decay of the mean, in [0, 1).
-      beta2: decay of the averages behind the spread, in [0, 1).
+      beta1: the decay of the mean, in [0, 1).
+      beta2: the decay of the averages from which the spread is computed, in [0, 1).
       overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
 
     Example:
@@ -582,9 +590,9 @@ def apex(
 
     Args:
       loss_scale: "dynamic", or a number for a `FixedLossScale`; Apex has no default.
-      init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
-      scale_factor: accepted but not used, as in Apex: the factor is 2.
-      scale_window: finite steps in a row after which the scale grows.
+      init_scale: the initial scale; Apex starts no higher than `max_loss_scale`.
+      scale_factor: accepted but not used, as in Apex; the factor is always 2.
+      scale_window: the scale grows after this many finite steps in a row.
       min_loss_scale: the floor, or None.
       max_loss_scale: the cap, at which growth ends.
 

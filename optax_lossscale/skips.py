@@ -1,13 +1,15 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
-Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
-`spikes` is the rule to use. The others are the rules of other systems, named after them
-and with the original argument names. They decide about finite steps as the originals
-do, except where a docstring says otherwise. Unlike most originals, they learn nothing
-from a non-finite step, which is skipped anyway.
+Pass a rule to `with_loss_scale`, as in
+`with_loss_scale(inner, …, skip=skips.spikes())`. `spikes` is the recommended rule.
 
-Each function returns a `SkipRule`, which you may subclass for a rule of your own. A
-wrong argument raises a `ValueError`.
+The other functions return the rules of other systems. They are named after these
+systems, and have the original argument names. They decide about finite steps as the
+originals do, unless a docstring says otherwise. Non-finite steps are skipped anyway.
+Unlike most originals, the rules here learn nothing from them.
+
+To write a rule of your own, subclass `SkipRule`. An invalid argument raises a
+`ValueError`.
 """
 
 from optax_lossscale._arrays import validation
@@ -50,11 +52,12 @@ def spikes(
 ) -> SpikeSkipRule:
     """A rule that skips steps whose norm or loss is far above the usual one.
 
-    The usual norm is the median over the last applied steps, on a logarithmic scale,
-    and the spread follows from the distance to the upper quartile, which a spike hardly
-    moves. A norm is usual, too, if at least 3 of these steps reached it, or 1 in 20 of
-    them if that is more. The same holds for the loss, if it is passed to the step as
-    `value`. The rule::
+    The rule compares a step's norm with those of the last applied steps, on a
+    logarithmic scale. The usual norm is their median, and the spread is estimated from
+    the distance between the median and the upper quartile, which a spike hardly moves.
+    Norms that at least 3 of these steps reached, or 1 in 20 of them if that is more,
+    also count as usual. If the loss is passed to the step as `value`, it is compared in
+    the same way. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -65,7 +68,7 @@ def spikes(
             common = the max(3, len(xs) // 20)th largest of xs
             limit = max(median(xs) + allowed, common + allowed / 2)
             is_spike = len(xs) >= 8 and x > limit
-        if either is a spike and budget >= 1:   # which begins as max_skips
+        if either is a spike and budget >= 1:   # the budget begins at max_skips
             skip
             budget -= 1
         else:
@@ -75,21 +78,21 @@ def spikes(
             if norm > 0:
                 budget = min(budget + 1 / 20, max_skips)
 
-    In any series of steps, it skips at most `max_skips` finite steps, and 1 more for
-    every 20 applied steps whose norm is not 0. So if norms or losses rise for good, it
-    skips about `max_skips` steps. Nothing is skipped while they rise by less than a
-    factor of `2**least` within a window. Only ratios count: scaling all
-    norms, or all losses, changes nothing.
+    In any sequence of steps, the rule skips at most `max_skips` finite steps, plus 1
+    for every 20 applied steps whose norm is not 0. So if norms or losses rise for good,
+    it skips about `max_skips` steps. It skips nothing while they rise by less than a
+    factor of `2**least` within a window. Only ratios matter: multiplying all norms, or
+    all losses, by a constant changes nothing.
 
     Source: this library.
 
     Args:
-      factor: how many spreads above the median are too many, positive.
-      least: the least excess over the median, in bits, that makes a spike; 1 bit is a
-        factor of 2. It must be positive.
+      factor: how many spreads above the median are too many; positive.
+      least: how many bits above the median a spike must be at the least, where 1 bit is
+        a factor of 2; positive.
       window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: the largest budget of skips, with which the rule begins, from 0 to
-        2**20. Each applied step gives back 1/20 of a skip.
+      max_skips: the initial and largest budget of skips, from 0 to 2**20. Each applied
+        step whose norm is not 0 returns 1/20 of a skip to the budget.
 
     Example:
       >>> import optax_lossscale as ols
@@ -108,17 +111,18 @@ def olmo_core(
 ) -> RollingSkipRule:
     """The rule of OLMo-core's `SkipStepOptimizer`.
 
-    Skips a step whose loss or norm is more than `sigma_factor` unbiased standard
-    deviations above the mean of a window, once the window is half full. Skipped steps
-    enter the window, too. The rule needs the step's loss. The original differs in two
-    ways. It skips every step while its window holds a NaN. And with a length below 6,
-    it always skips the second step, as the deviation of one number is NaN; this rule
-    takes the deviation for 0, and skips the second step if its norm or loss is the
-    larger one.
+    Once a window of steps is half full, the rule skips a step whose loss or norm is
+    more than `sigma_factor` unbiased standard deviations above the window's mean.
+    Skipped steps enter the window, too. The rule needs the step's loss.
+
+    The original differs in two ways. While its window holds a NaN, it skips every step.
+    With a length below 6, it always skips the second step, because the unbiased
+    deviation of a single number is NaN. Here that deviation is 0, so the second step is
+    skipped only if its norm or loss is larger than that of the first.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
-      sigma_factor: how many deviations are too many.
+      sigma_factor: how many deviations above the mean are too many.
 
     Example:
       >>> from optax_lossscale import skips
@@ -126,7 +130,7 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    # The original counts the step that it decides about.
+    # The original also counts the step that it decides about.
     least_history = _half(rolling_interval_length) - 1
     return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
@@ -135,13 +139,14 @@ def olmo_core(
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """The rule of MaxText's `skip_step_on_spikes`, with the defaults of its config.
 
-    It is OLMo-core's rule, which needs the step's loss, and the original differs in the
-    same ways. MaxText's trainer gives it the norm of clipped gradients; here it sees
-    the true norm, as the clip is inside the wrapper.
+    This is the rule of `olmo_core`. It needs the step's loss, and differs from the
+    original in the same ways. In addition, MaxText's trainer passes the norm of clipped
+    gradients to the rule. Here, the rule sees the norm before clipping, because the
+    clip is inside the wrapper.
 
     Args:
       interval: how many steps the window holds, at least 2.
-      scaling_factor: how many deviations are too many.
+      scaling_factor: how many deviations above the mean are too many.
 
     Example:
       >>> from optax_lossscale import skips
@@ -157,14 +162,16 @@ def levanter(
 ) -> RollingSkipRule:
     """The rule of Levanter's `SkipStepConfig`.
 
-    It is OLMo-core's rule, which needs the step's loss. But the standard deviation is
-    the biased one and at least 1e-6, and one more step is applied before any is
-    skipped. The original multiplies updates that are not finite by 0, which leaves NaN
-    in the parameters.
+    This is the rule of `olmo_core`, which needs the step's loss, with two changes. The
+    standard deviation is the biased one, and at least 1e-6. One more step is applied
+    before any is skipped.
+
+    The original multiplies non-finite updates by 0, which leaves NaNs in the
+    parameters. Here, non-finite steps are skipped.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
-      sigma_factor: how many deviations are too many.
+      sigma_factor: how many deviations above the mean are too many.
 
     Example:
       >>> from optax_lossscale import skips
@@ -187,16 +194,17 @@ def axlearn(
     """The rule of AXLearn's `skip_and_clip_by_global_norm`, without the clip.
 
     The clip, with its `max_norm`, belongs inside the wrapper:
-    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A
-    threshold that follows the norms learns nothing from skipped steps: if norms stay
+    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`.
+
+    A threshold that follows the norms learns nothing from skipped steps. If norms stay
     too large, every step is skipped.
 
     Args:
-      drop_norm: a step with this norm or a larger one is skipped; or the result of
-        `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`, whose threshold
-        follows the norms.
-      grad_norm_ema_decay: the decay of the moving averages that such a threshold needs,
-        in (0, 1); ignored if `drop_norm` is a number.
+      drop_norm: the threshold: a step with this norm or a larger one is skipped. For a
+        threshold that follows the norms, pass the result of
+        `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`.
+      grad_norm_ema_decay: the decay of the moving averages, in (0, 1), required if the
+        threshold follows the norms; ignored if `drop_norm` is a number.
 
     Example:
       >>> from optax_lossscale import skips
@@ -222,9 +230,9 @@ def drop_norm_by_grad_norm_ema(
 ) -> DropNorm:
     """A threshold for `axlearn`: a multiple of the mean norm.
 
-    The mean begins at 1: if the first norms reach the smallest multiplier, every step
-    is skipped. Then use `drop_norm_by_grad_norm_stddev`, which at first has no
-    threshold below 1e10.
+    The mean begins at 1, so if the first norms reach the smallest multiplier, every
+    step is skipped. In that case, use `drop_norm_by_grad_norm_stddev`, whose threshold
+    is 1e10 at first.
 
     Source: AXLearn's function of this name.
 
@@ -247,8 +255,8 @@ def drop_norm_by_grad_norm_stddev(
     Source: AXLearn's function of this name.
 
     Args:
-      min_count: how many steps must be applied before there is a threshold; until then,
-        steps whose norms are below 1e10 are applied.
+      min_count: how many steps must be applied before the threshold follows the norms.
+        Until then, it is 1e10.
       multipliers: only the smallest matters, as its threshold is the lowest.
 
     Example:
@@ -265,7 +273,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     """The rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
 
     Args:
-      grad_norm_skip_threshold: the largest norm that is applied; it must be finite.
+      grad_norm_skip_threshold: steps with a larger norm are skipped; finite.
 
     Example:
       >>> from optax_lossscale import skips
@@ -277,13 +285,13 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
 
 
 def _half(length: int) -> int:
-    """How many steps make a window of this length half full, but at least 2."""
+    """Returns how many steps fill half of a window of this length, but at least 2."""
     length = validation.int_between("length", length, least=2, most=2**20)
     return max(2, length // 2)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
-    """The smallest multiplier, the only one that matters: its threshold is the lowest."""
+    """Returns the smallest multiplier, which alone matters: its threshold is lowest."""
     allowed = "a tuple of positive numbers"
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
         refuse("multipliers", multipliers, allowed)

@@ -1,11 +1,15 @@
 """The dynamic loss scale, which grows at finite steps and backs off at overflows.
 
-How large a scale may be depends on the gradients, and changes in training. This rule
-measures nothing: it raises the scale from time to time until gradients overflow, and
-then lowers it. Each such trial costs one skipped step: with the default interval, about
-one step in 2000 is the price of a scale that stays near the largest possible.
+The largest scale without overflow depends on the gradients, and changes during
+training. This rule finds it by trial and error: it raises the scale from time to time
+until gradients overflow, and then lowers it again. For example, with the defaults::
 
-Whether the gradients are finite is not known while a step is traced. So `adjust`
+    2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
+
+Each overflow costs one skipped step. With the default interval, the price of a scale
+that stays near the largest possible one is about one step in 2000.
+
+While a step is traced, it is not known whether its gradients are finite. So `adjust`
 computes the loss scale for both cases, and selects one of them.
 """
 
@@ -27,14 +31,13 @@ Refill = Literal["growth", "rescale", "finite"]
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, and backs off at a non-finite one.
 
-    The default of `with_loss_scale`. If most steps have gradients of zero, use
-    `HeadroomLossScale`: such steps raise this scale, so that the next nonzero gradients
-    overflow.
+    This is the default of `with_loss_scale`. If the gradients of most steps are zero,
+    use `HeadroomLossScale` instead: zeros are finite, so such steps keep raising this
+    scale until the next nonzero gradients overflow.
 
-    Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after
-    Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740);
-    the further options are those of PyTorch, Flax, Megatron-LM, DeepSpeed and
-    tf.contrib. The rule::
+    Source: TensorFlow's `DynamicLossScale` and its defaults, after Micikevicius et al.,
+    "Mixed Precision Training" (https://arxiv.org/abs/1710.03740). The other options
+    come from PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib. The rule::
 
         if grads_finite:
             growth_counter += 1
@@ -49,27 +52,27 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Every product is as if computed in float64, from the factor as given: a
-    `backoff_factor` of `1 / 3` equals TensorFlow's division by 3.
+    Each product is computed as if in float64, without rounding the factor to float32
+    first. So a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
 
     Args:
-      initial_scale: the loss scale before the first step, between the bounds.
-      growth_interval: finite steps in a row after which the scale grows.
+      initial_scale: the loss scale before the first step, within the bounds.
+      growth_interval: the scale grows after this many finite steps in a row.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
       min_scale: the floor. Set it below 1 for models whose gradients are large. With
-        None, there is no floor, but the scale does not leave float32's normal range.
+        None, there is no floor, but the scale stays in float32's normal range.
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
-        scale does not leave float32's range.
+        scale stays in float32's range.
       hysteresis: how many non-finite steps it takes to back off; `hysteresis_refill`
-        says when the count starts over.
+        determines when the count starts over.
       hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
-        `"rescale"`, also at a back-off, as in tf.contrib. With `"finite"`, at each
+        `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
         finite step, as with DeepSpeed's `consecutive_hysteresis`.
-      can_be_exhausted: whether an overflow at a scale that cannot fall makes it
+      can_be_exhausted: whether an overflow at a scale that cannot be lowered makes it
         `exhausted`.
-      initial_growth_counter: the first `growth_counter`, from 0 to
+      initial_growth_counter: the initial value of `growth_counter`, from 0 to
         `growth_interval - 1`.
 
     Attributes:
@@ -123,8 +126,11 @@ class DynamicLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
+    def exhausted(self) -> jax.Array:
+        return jnp.asarray(self._exhausted)
+
     def _after_finite_step(self) -> Self:
-        """The loss scale after a finite step: one more is counted, and it may grow."""
+        """Counts a finite step, and grows the scale if that is due."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         grown = self._rescaled(self.growth_factor)
@@ -137,24 +143,25 @@ class DynamicLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        """The loss scale after an overflow: it backs off, or tolerates one more."""
+        """Backs off, or uses up one of the overflows that `hysteresis` tolerates."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
         lowered = self._rescaled(self.backoff_factor)
-        left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
-        one_less = self.hysteresis_left - 1
-        cannot_fall = backs_off & (lowered >= scale)
+        refilled = self.hysteresis if self.hysteresis_refill == "rescale" else 1
+        decremented = self.hysteresis_left - 1
+        is_stuck = backs_off & (lowered >= scale)
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
-            hysteresis_left=jnp.where(backs_off, left_after, one_less),
-            _exhausted=self.can_be_exhausted & cannot_fall,
+            hysteresis_left=jnp.where(backs_off, refilled, decremented),
+            _exhausted=self.can_be_exhausted & is_stuck,
         )
 
     def _rescaled(self, factor: float) -> jax.Array:
-        """The scale times a factor, clipped to the bounds; float32, shape ().
+        """Multiplies the scale by a factor, within the bounds; float32, shape ().
 
-        The scale itself, if even the clipped product is not a normal float32 number.
+        Returns the old scale if even the clipped product is not a normal float32
+        number.
         """
         scale = self()
         product = precise_product(scale, factor)

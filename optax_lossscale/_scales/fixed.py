@@ -1,7 +1,7 @@
 """The fixed loss scale, which never changes.
 
-It has no state: the scale is configuration, a constant in a compiled step. So XLA can
-fold it into other constants, and a scale of 1 costs nothing.
+It has no state: the scale is configuration, so a compiled step contains it as a
+constant. XLA can fold it into other constants, and a scale of 1 costs nothing.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ _MAX_INVERTIBLE = 2.0**126  # the reciprocal of a larger scale is subnormal
 class FixedLossScale(LossScale):
     """A constant loss scale, which does not check the gradients.
 
-    `with_loss_scale` checks them all the same, and skips steps that are not finite,
-    unless `skip=None`. Compiled steps hold the scale as a constant, and a scale of 1
+    `with_loss_scale` still checks them, and skips steps that are not finite, unless
+    `skip=None`. A compiled step contains the scale as a constant, and a scale of 1
     compiles to no scaling at all.
 
     Source: TensorFlow's `FixedLossScale`.
@@ -56,14 +56,14 @@ class FixedLossScale(LossScale):
         super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
-        # This `__init__` takes only `scale`, so a subclass could not pass its own
-        # fields.
+        # This `__init__` accepts only `scale`, so a subclass could not initialize
+        # fields of its own.
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
         )
 
     def __call__(self) -> jax.Array:
-        if OVERFLOWS.value:  # set by `testing`, to make a constant scale overflow
+        if OVERFLOWS.value:  # `testing` sets this to make a constant scale overflow.
             return jnp.float32(jnp.inf)
         return super().__call__()
 
@@ -93,10 +93,10 @@ class FixedLossScale(LossScale):
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _is_one(self) -> bool:
-        """Whether the scale is 1, so that nothing need be multiplied by it."""
+        """Whether the scale is 1, so that multiplications by it can be left out."""
         return self.initial_scale == 1 and not OVERFLOWS.value
 
 
 def _widened(tree: T) -> T:
-    """The tree with its narrow floats in float32, as other scales return them."""
+    """Converts narrow floats to float32, as scaling by any other number does."""
     return map_inexact(lambda x: x, tree)

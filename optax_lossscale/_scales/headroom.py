@@ -1,15 +1,18 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
-It measures the exponent of each step's largest gradient, and sets the scale so that the
-largest one that it remembers stays below 2**16, where float16 overflows, by `margin`
-bits. Where gradients inside the model are larger than those of the parameters, which
-alone are measured, steps overflow all the same. For these, it lowers the scale by some
-bits more, the `reserve`.
+At each step, the rule reads the exponent of the largest gradient. It remembers the
+largest exponent of recent steps, and chooses the scale that keeps this gradient
+`margin` bits below 2**16, where float16 overflows. For example, a gradient of 2**-9 has
+the exponent -8, because the next larger power of two is 2**-8. With a margin of 1 bit,
+the scale becomes 2**(16 - 1 + 8) = 2**23.
 
-All of this is in bits, that is, in powers of two. Both the largest gradient remembered
-and the reserve fall while no step confirms them, by at least a bit in `memory` steps,
-or 64 times as slowly while all gradients are zero. The memory is short at first, and a
-run of overflows lengthens it.
+Only the gradients of the parameters are measured. If gradients inside the model are
+larger, steps overflow all the same. Such overflows lower the scale by some more bits,
+which are called the `reserve`.
+
+Both the remembered exponent and the reserve decay while no step confirms them, by at
+least one bit in `memory` steps, or 64 times as slowly while all gradients are zero. The
+memory is short at first, and a run of overflows lengthens it.
 """
 
 from typing import Any, Self
@@ -25,29 +28,31 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
-_OVERFLOW_BITS = 16  # all finite float16 numbers are below 2**16
-# If steps overflow in spite of a reserve this deep, the batch is at fault: float16's
-# numbers span 40 bits, so gradients that used to fit underflow at such a scale. One
-# overflow adds at most this much to the reserve, apart from rounding.
+_OVERFLOW_BITS = 16  # All finite float16 numbers are below 2**16.
+# A reserve this deep means that the batch is at fault: float16's numbers span 40 bits,
+# so gradients that used to fit underflow at such a scale. This is also the most that
+# one overflow adds to the reserve, apart from rounding.
 _DEEP_BITS = 32
-# The largest gradient remembered falls twice as fast if it is this many bits above the
-# step's.
+# The remembered exponent decays twice as fast if the step's is this many bits lower.
 _GAP_BITS = 10
-_MAX_EXPONENT = 100  # of the highest scale, and of the inverse of the lowest
+_MAX_EXPONENT = 100  # The scale stays between 2**-100 and 2**100.
 
 _LOWEST = 2.0**-_MAX_EXPONENT
 _HIGHEST = 2.0**_MAX_EXPONENT
 
-# How many overflows are excused once the batch is found at fault. That takes six, with
-# reserves of 1, 3, 7, 15, 31 and 63 bits.
+# How many overflows are excused once the batch has been found at fault. That takes six
+# overflows, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
-_SHORTEST_MEMORY = 32  # short, as a rare outlier should not lower the scale for long
-_LONGEST_MEMORY = 512  # an overflow that recurs less often than this costs few steps
-_FIRST_MEMORY = 1e-3  # in place of 0, so that the first size alone decides
-_LENGTHENING = 2  # how much each measured step adds to a memory below _SHORTEST_MEMORY
-_SHORTENING = 4096  # each measured step takes 1 part in 4096 from a longer memory
-_GROWTH_STEPS = 2048  # about as many as in TensorFlow and PyTorch
-# This many steps with zero gradients count as one that is measured, as few of them are
+
+# A longer memory would let a rare outlier keep the scale low for long.
+_SHORTEST_MEMORY = 32
+_LONGEST_MEMORY = 512  # Overflows that recur less often than this cost few steps.
+_FIRST_MEMORY = 1e-3  # Replaces 0, so that the first measurement decides alone.
+_LENGTHENING = 2  # Each measured step adds this to a memory below `_SHORTEST_MEMORY`.
+_SHORTENING = 4096  # Each measured step takes 1 part in 4096 from a longer memory.
+
+_GROWTH_STEPS = 2048  # About as many as in TensorFlow and PyTorch.
+# This many steps with all-zero gradients count as one measured step. Few of them are
 # due to underflow.
 _ZERO_STEPS = 64
 
@@ -55,13 +60,13 @@ _ZERO_STEPS = 64
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
-    For short runs, and for gradients that jump in size or are zero at most steps. Where
-    gradients inside the model are larger than those of its parameters,
+    Use it for short runs, and for gradients that jump in size or are zero at most
+    steps. If gradients inside the model are larger than those of its parameters,
     `DynamicLossScale` skips fewer steps.
 
-    The rule, where `size` is the least integer for which the step's largest gradient is
-    below `2**size` (the exponent of `frexp`), and `largest` is the size of the largest
-    gradient that is remembered::
+    In the following rule, `size` is the least integer for which the step's largest
+    gradient is below `2**size` (the exponent that `frexp` returns), and `largest` is
+    the size of the largest gradient that is remembered::
 
         if grads_overflow:
             overflows += 1
@@ -83,38 +88,42 @@ class HeadroomLossScale(LossScale):
 
     where `fade(fall)` is::
 
-        if reserve >= 32:                       # it was the batch: excuse 64
+        if reserve >= 32:                       # the batch was at fault: excuse 64
             reserve = 0
             overflows = -64
         else:
             reserve = max(reserve - (1 + reserve) * fall, 0)
             overflows = min(overflows, 0)
 
-    An overflow means that some gradient is too large for the scale, or that the batch
-    itself gives a NaN or an infinity. So the scale falls by 1, 2, 4, 8, … bits, which
-    are held in reserve until a gradient explains the overflow, nothing overflows any
-    more, or 32 bits have not helped.
+    An overflow has one of two causes: some gradient is too large for the scale, or the
+    batch itself produces a NaN or an infinity. At first, the rule assumes the former,
+    and lowers the scale by 1, 2, 4, 8, … bits. It holds these bits in reserve. The
+    reserve shrinks while steps are finite. It is given up at once when a measured
+    gradient is large enough to explain the overflow, or when not even 32 bits have
+    helped. In the latter case, the batch is to blame, and 64 overflows are excused.
 
     The `memory` is the number of steps in which `largest` and `reserve` fall by at
-    least a bit; if all gradients are zero, they take 64 times as many. It is 0 at
-    first, and grows to 32 with the steps measured. Each run of overflows doubles it, to
-    at least 32 and at most 512; from there, it shrinks slowly back to 32.
+    least one bit; while all gradients are zero, that takes 64 times as many steps. The
+    memory begins at 0, and grows to 32 with the measured steps. Each run of overflows
+    doubles it, to at least 32 and at most 512, from where it slowly shrinks back to 32.
 
-    Gradients that are all zero may be rare, or may all have underflowed. So without a
-    reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
-    power of two between 2**-100 and 2**100.
+    If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
+    may have underflowed. So the scale grows at such steps, but slowly: without a
+    reserve, by one bit in 2048 to 32,768 of them, depending on the memory. The scale is
+    a power of two between 2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
     Args:
-      initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a
+      initial_scale: the initial loss scale, from 2**-100 to 2**100, rounded down to a
         power of two.
       margin: how many bits to leave between the largest gradient and overflow, from 0
         to 24. With more bits, fewer steps overflow, but more gradients underflow.
 
     Attributes:
-      spare_bits: the bits between the largest gradient that is remembered and overflow:
-        the margin, the reserve, and what rounding leaves; float32, shape ().
+      spare_bits: the bits between the largest remembered gradient and overflow. They
+        are the margin, the reserve, and the fraction of a bit by which the scale is
+        rounded down; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -134,7 +143,7 @@ class HeadroomLossScale(LossScale):
     spare_bits: jax.Array = state_field()
     _reserve: jax.Array = state_field(0.0)  # in bits
     _memory: jax.Array = state_field(0.0)  # in steps
-    # The overflows since the last finite step; -n while n more are excused
+    # Overflows since the last finite step, or -n while n more are excused
     _overflows: jax.Array = state_field(0)
 
     def __post_init__(self):
@@ -149,17 +158,18 @@ class HeadroomLossScale(LossScale):
     ) -> tuple[Self, jax.Array]:
         gradient = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(gradient)
-        is_measured = gradient > 0
-        measured = self._after_measuring(gradient)
-        after_finite_step = choose(is_measured, measured, self._after_zeros())
+        is_nonzero = gradient > 0
+        after_nonzero_step = self._after_nonzero_step(gradient)
+        after_zero_step = self._after_zero_step()
+        after_finite_step = choose(is_nonzero, after_nonzero_step, after_zero_step)
         new = choose(finite, after_finite_step, self._after_overflow())
         return new, finite
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """The loss scale after one step, from the flag alone, without a measured size.
+        """Adapts the scale to one step, given only whether its gradients are finite.
 
         The scale falls at overflows as in `update`, and doubles with every 2048 finite
-        steps, in a row or not.
+        steps, whether or not they are consecutive.
 
         Args:
           grads_finite: whether the step's gradients were finite; bool, shape ().
@@ -167,17 +177,17 @@ class HeadroomLossScale(LossScale):
         Returns:
           The new loss scale.
         """
-        # The reserve becomes part of the largest gradient, which falls with each step.
+        # The reserve is merged into `largest`, which falls at each finite step.
         largest = self._largest() + self._reserve
         fallen = largest - 1 / _GROWTH_STEPS
-        after_finite_step = self._with(fallen, reserve=0.0, overflows=0)
+        after_finite_step = self._scaled_for(fallen, reserve=0.0, overflows=0)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether gradients overflowed, and the scale would fall below 2**-100.
+        """Whether gradients overflowed, and the scale would have to fall below 2**-100.
 
-        An overflow that is excused does not count. A step that is skipped for its loss,
-        or by a skip rule, does not change the answer.
+        Excused overflows do not count. A step that is skipped because of its loss, or
+        by a skip rule, does not change the answer.
 
         Returns:
           A bool, shape ().
@@ -186,28 +196,29 @@ class HeadroomLossScale(LossScale):
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
     def _after_overflow(self) -> Self:
-        """The loss scale after an overflow, which nothing has measured.
+        """Lowers the scale after an overflow, which says nothing about its size.
 
-        The reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused; and the
+        The reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The
         first overflow of a run lengthens the memory.
         """
         is_excused = self._overflows < 0
-        more = jnp.minimum(self._reserve + 1, _DEEP_BITS)
-        deeper = jnp.ceil(self._reserve + more)
-        reserve = jnp.where(is_excused, self._reserve, deeper)
+        increment = jnp.minimum(self._reserve + 1, _DEEP_BITS)
+        deeper_reserve = jnp.ceil(self._reserve + increment)
+        reserve = jnp.where(is_excused, self._reserve, deeper_reserve)
 
         is_first = self._overflows == 0
-        longer = jnp.clip(2 * self._memory, _SHORTEST_MEMORY, _LONGEST_MEMORY)
-        memory = jnp.where(is_first, longer, self._memory)
+        longer_memory = 2 * self._memory
+        longer_memory = jnp.clip(longer_memory, _SHORTEST_MEMORY, _LONGEST_MEMORY)
+        memory = jnp.where(is_first, longer_memory, self._memory)
 
         overflows = optax.safe_increment(self._overflows)
-        new = self._with(self._largest(), reserve, overflows)
+        new = self._scaled_for(self._largest(), reserve, overflows)
         return new.replace(_memory=memory)
 
-    def _after_measuring(self, gradient: jax.Array) -> Self:
-        """The loss scale after a finite step whose largest gradient is not zero.
+    def _after_nonzero_step(self, gradient: jax.Array) -> Self:
+        """Adapts the scale to a finite step whose largest gradient is not zero.
 
-        The first such step decides alone, as the memory is still 0.
+        The first such step decides alone, because the memory is still 0.
         """
         _, exponent = jnp.frexp(gradient)
         size = exponent.astype(jnp.float32)
@@ -215,27 +226,30 @@ class HeadroomLossScale(LossScale):
         fall = 1 / memory
 
         old_largest = self._largest()
-        above = jnp.maximum(old_largest - size, 0)
-        fallen = old_largest - (1 + above / _GAP_BITS) * fall
+        gap = jnp.maximum(old_largest - size, 0)
+        acceleration = 1 + gap / _GAP_BITS
+        fallen = old_largest - acceleration * fall
         largest = jnp.maximum(size, fallen)
 
         explains_overflow = size > old_largest + self.margin
-        explained = self._with(largest, reserve=0.0, overflows=0)
-        new = choose(explains_overflow, explained, self._faded(largest, fall))
+        explained = self._scaled_for(largest, reserve=0.0, overflows=0)
+        unexplained = self._faded(largest, fall)
+        new = choose(explains_overflow, explained, unexplained)
         return new.replace(_memory=self._next_memory())
 
     def _next_memory(self) -> jax.Array:
-        """The memory after a step that was measured; float32, shape ()."""
+        """Returns the memory after a measured step; float32, shape ()."""
+        is_short = self._memory < _SHORTEST_MEMORY
         longer = self._memory + _LENGTHENING
         shorter = self._memory * (1 - 1 / _SHORTENING)
         shorter = jnp.maximum(shorter, _SHORTEST_MEMORY)
-        return jnp.where(self._memory < _SHORTEST_MEMORY, longer, shorter)
+        return jnp.where(is_short, longer, shorter)
 
-    def _after_zeros(self) -> Self:
-        """The loss scale after a finite step whose gradients are all zero.
+    def _after_zero_step(self) -> Self:
+        """Raises the scale after a step whose gradients are all zero.
 
-        They may all have underflowed, so the scale rises, but far more slowly than
-        after a step that measures small gradients.
+        They may all have underflowed, but usually they have not. So the scale rises far
+        more slowly than after a step that measures small gradients.
         """
         memory = jnp.maximum(self._memory, _SHORTEST_MEMORY)
         fall = 1 / (_ZERO_STEPS * memory)
@@ -243,10 +257,10 @@ class HeadroomLossScale(LossScale):
         return self._faded(fallen, fall)
 
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
-        """The loss scale after a finite step that does not explain an overflow.
+        """Shrinks the reserve after a finite step that does not explain an overflow.
 
-        The reserve shrinks by `fall * (1 + reserve)`, so that it reaches 0. But a deep
-        reserve has not helped, so the batch was at fault: the reserve is given up, and
+        It shrinks by `fall * (1 + reserve)`, and so reaches 0. If the reserve is deep,
+        it has not helped, so the batch was at fault. Then the reserve is given up, and
         further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
@@ -255,30 +269,30 @@ class HeadroomLossScale(LossScale):
         reserve = jnp.where(batch_is_at_fault, 0, faded)
         excuses_left = jnp.minimum(self._overflows, 0)
         overflows = jnp.where(batch_is_at_fault, -_EXCUSED_STEPS, excuses_left)
-        return self._with(largest, reserve, overflows)
+        return self._scaled_for(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
-        """The `size` of the largest gradient remembered, with a fraction as it falls.
+        """Returns the `size` of the largest remembered gradient.
 
-        It is computed back from the scale, not stored, so that the rule goes on from a
-        scale that was set by hand.
+        The size has a fraction because it decays. It is computed from the scale rather
+        than stored, so that the rule continues from a scale that was set by hand.
         """
-        _, exponent = jnp.frexp(self() / 2)  # the scale is 2**exponent
-        overflow = _OVERFLOW_BITS - exponent
-        return overflow.astype(jnp.float32) - self.spare_bits
+        _, exponent = jnp.frexp(self() / 2)  # The scale is 2**exponent.
+        max_size = _OVERFLOW_BITS - exponent  # A larger gradient would overflow.
+        return max_size.astype(jnp.float32) - self.spare_bits
 
-    def _with(
+    def _scaled_for(
         self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
     ) -> Self:
-        """The loss scale that a largest gradient and a reserve make.
+        """Returns the loss scale for a largest gradient and a reserve, both in bits.
 
-        All numbers have shape (), and the first two are float32.
+        All arguments have shape (); `largest` and `reserve` are float32.
         """
         max_exponent = _OVERFLOW_BITS - self.margin - largest
         max_exponent = jnp.clip(max_exponent, -_MAX_EXPONENT, _MAX_EXPONENT)
-        with_reserve = jnp.maximum(max_exponent - reserve, -_MAX_EXPONENT)
-        exponent = jnp.floor(with_reserve)
-        # Not by exp2, which is inexact: the scale would not be a power of two.
+        unrounded = jnp.maximum(max_exponent - reserve, -_MAX_EXPONENT)
+        exponent = jnp.floor(unrounded)
+        # `exp2` is inexact, and would not return a power of two.
         one = jnp.float32(1)
         loss_scale = jnp.ldexp(one, exponent.astype(jnp.int32))
         spare_bits = self.margin + max_exponent - exponent

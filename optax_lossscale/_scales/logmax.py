@@ -1,8 +1,12 @@
 """The loss scale that predicts how large the next gradients will be.
 
-It keeps moving averages of log2 of each step's largest gradient, and of its square.
-From their mean and spread it computes a scale at which the next largest gradient would
-overflow only if it lay several deviations above the mean.
+At each step, it computes log2 of the largest gradient, and updates moving averages of
+this number and of its square. From them it computes a mean and a standard deviation,
+here called the spread. It then chooses the scale so that the next step's largest
+gradient overflows only if its log2 is several spreads above the mean.
+
+For example, let the mean be -10 and the spread 1. With 3.09 spreads, the default, the
+scale becomes 2**(16 + 10 - 3.09), so that a gradient of 2**(-10 + 3.09) becomes 2**16.
 """
 
 from functools import partial
@@ -21,10 +25,11 @@ _decay = partial(validation.number_between, least=0, most=validation.BELOW_ONE)
 
 
 class LogMaxLossScale(LossScale):
-    """Scales gradients so that the largest one is unlikely to overflow.
+    """Predicts the largest gradients, and scales them so that few overflow.
 
-    Assumes that log2 of each step's largest gradient is normally distributed. A
-    gradient `overflow_std_dev` deviations above the mean is scaled to 2**16.
+    The rule assumes that log2 of each step's largest gradient is normally distributed.
+    It scales a gradient that is `overflow_std_dev` standard deviations above the mean
+    to 2**16.
 
     Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
     with bias-corrected averages::
@@ -34,25 +39,29 @@ class LogMaxLossScale(LossScale):
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    `adjust`, which is given only the flag, averages overflows and ignores finite steps.
+    `adjust`, which is passed only a flag, averages overflows and ignores finite steps.
 
     Args:
-      initial_scale: the loss scale before the first step, between the bounds.
+      initial_scale: the loss scale before the first step, within the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: an overflow is averaged as `x = 2**log_max`, as in OpenSeq2Seq, which is
-        65536 by default; at most 60.
-      beta1: decay of the mean, in [0, 1).
-      beta2: decay of the averages behind the spread, in [0, 1).
+      log_max: determines how an overflow enters the averages: as `x = 2**log_max`, as
+        in OpenSeq2Seq. The default stands for `x = 65536`. At most 60.
+      beta1: the decay of the mean, in [0, 1).
+      beta2: the decay of the averages from which the spread is computed, in [0, 1).
       overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
 
     Attributes:
-      mean: moving average of x with beta1, not bias-corrected; float32, shape ().
-      slow_mean: the same with beta2; float32, shape ().
-      square: moving average of x ** 2 with beta2; float32, shape ().
-      weight1: the weight that `mean` still gives to its start, 0, which is `beta1` to
-        the power of the steps averaged; float32, shape ().
-      weight2: the same of `slow_mean` and `square`, with `beta2`; float32, shape ().
+      mean: moving average of `x` with decay `beta1`, not bias-corrected; float32, shape
+        ().
+      slow_mean: moving average of `x` with decay `beta2`, not bias-corrected; float32,
+        shape ().
+      square: moving average of `x ** 2` with decay `beta2`, not bias-corrected;
+        float32, shape ().
+      weight1: the weight of the initial 0 in `mean`: `beta1` to the power of the number
+        of averaged steps; float32, shape ().
+      weight2: the weight of the initial 0 in `slow_mean` and `square`, a power of
+        `beta2`; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -66,7 +75,7 @@ class LogMaxLossScale(LossScale):
       65536.0 True
     """
 
-    initial_scale: float = 1.0  # checked as in LossScale
+    initial_scale: float = 1.0  # `LossScale` declares its check.
     min_scale: float = checked(validation.scale, default=1.0)
     max_scale: float = checked(validation.scale, default=2.0**24)
     # The square of 2**log_max has to be finite in float32.
@@ -93,7 +102,8 @@ class LogMaxLossScale(LossScale):
         validation.check_bounds(self.min_scale, self.initial_scale, self.max_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        return choose(grads_finite, self, self._observe(self._of_overflow()))
+        after_overflow = self._observe(self._x_of_overflow())
+        return choose(grads_finite, self, after_overflow)
 
     @checks_gradients
     def update(
@@ -102,15 +112,16 @@ class LogMaxLossScale(LossScale):
         gradient = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(gradient)
         positive = jnp.maximum(gradient, validation.SMALLEST)
-        x = jnp.where(finite, jnp.log2(positive), self._of_overflow())
+        log2_gradient = jnp.log2(positive)
+        x = jnp.where(finite, log2_gradient, self._x_of_overflow())
         return self._observe(x), finite
 
-    def _of_overflow(self) -> jax.Array:
-        """The x of an overflow: `2**log_max`, as in OpenSeq2Seq."""
+    def _x_of_overflow(self) -> jax.Array:
+        """Returns the `x` of an overflow: `2**log_max`, as in OpenSeq2Seq."""
         return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:
-        """The loss scale after one more x, the log2 of a step's largest gradient."""
+        """Averages one more `x`, and predicts the next scale."""
         new = self.replace(
             mean=_average(self.mean, x, self.beta1),
             slow_mean=_average(self.slow_mean, x, self.beta2),
@@ -121,9 +132,9 @@ class LogMaxLossScale(LossScale):
         return new.replace(loss_scale=new._predicted_scale())
 
     def _predicted_scale(self) -> jax.Array:
-        """The scale that brings a gradient far above the mean to 2**16; float32."""
-        # The averages begin at 0. Divided by the weight of the numbers that they have
-        # seen, they are not biased towards it, as in Adam.
+        """Returns the scale at which a very large gradient becomes 2**16; float32."""
+        # The averages begin at 0. As in Adam, division by the weight of the numbers
+        # averaged so far corrects the bias.
         mean = self.mean / (1 - self.weight1)
         slow_mean = self.slow_mean / (1 - self.weight2)
         mean_square = self.square / (1 - self.weight2)
@@ -134,7 +145,7 @@ class LogMaxLossScale(LossScale):
         return jnp.clip(scale, self.min_scale, self.max_scale)
 
 
-def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
-    """A moving average with one more number; it is biased towards 0, its start."""
-    weight = jnp.float32(decay)  # rounded first, so that the two weights add up to 1
-    return weight * old + (1 - weight) * new
+def _average(average: jax.Array, x: jax.Array, decay: float) -> jax.Array:
+    """Adds a number to a moving average that began at 0, and is not bias-corrected."""
+    weight = jnp.float32(decay)  # Rounded first, so that the two weights add up to 1.
+    return weight * average + (1 - weight) * x

@@ -1,20 +1,23 @@
-"""The abstract loss scale, and how scaling the loss keeps gradients from underflowing.
+"""The abstract loss scale: why the loss is scaled, and how the scale adapts.
 
-Float16 has few exponents: its positive numbers lie between 2**-24 and 65504. Many
-gradients are smaller than that, and become zero where they are computed in float16. But
-by the chain rule, the gradients of a loss that is multiplied by a number are multiplied
-by it, too. So the loss is multiplied by a *loss scale* before it is differentiated
-(`LossScale.scale`), which moves the gradients into float16's range; and the gradients
-are divided by the same number in float32, where small numbers do fit, before the
-optimizer sees them (`LossScale.unscale`).
+The positive numbers of float16 range from 2**-24 to 65504. Smaller gradients become
+zero when they are computed in float16. By the chain rule, multiplying the loss by a
+number multiplies every gradient by it, too. A training step makes use of that:
 
-The larger the scale, the fewer gradients underflow; but at some scale the largest
-gradients overflow to infinity. Such a step is skipped, and the scale is lowered. A loss
-scale is the number together with the rule that adapts it. `update` is the part of a
-step that decides: it checks the unscaled gradients and returns the next loss scale, and
-whether to apply the step. By default it asks `adjust`, which each subclass defines, and
-which is given the result of the check alone. A loss scale that measures gradients
-overrides `update`, too.
+1. It multiplies the loss by a *loss scale* before differentiating it
+   (`LossScale.scale`), which moves small gradients into float16's range.
+2. It converts the gradients to float32, where small numbers fit, and divides them by
+   the loss scale (`LossScale.unscale`).
+
+For example, a gradient of 2**-30 is zero in float16. With a loss scale of 2**15, the
+backward pass computes 2**-15, and dividing that by 2**15 in float32 recovers 2**-30.
+
+The larger the scale, the fewer gradients underflow, but beyond some scale the largest
+ones overflow to infinity. The step is then skipped, and the scale lowered. So a
+`LossScale` is a number together with the rule that adapts it: `update` checks the
+unscaled gradients, and returns the next loss scale and whether to apply the step. By
+default, it reduces the check to one flag and passes that to `adjust`, which each
+subclass defines. Loss scales that measure the gradients override `update` as well.
 """
 
 import abc
@@ -34,22 +37,26 @@ from optax_lossscale._arrays.stateful import Stateful, checked, state_field
 
 
 class LossScale(Stateful):
-    """A number that the loss is multiplied by, and the rule by which it adapts.
+    """A number that multiplies the loss, and the rule that adapts it to the gradients.
 
     A loss scale is immutable: `update` and `adjust` return a new one. To write your
-    own, subclass this class, which makes it a frozen dataclass and a pytree, and define
-    `adjust`. Its fields are configuration: hashable arguments of the constructor,
-    static under `jit`, written by `get_config`. Those declared with `state_field` are
-    state: array leaves, changed by `replace`. A `__post_init__` has to call
-    `super().__post_init__()`. The scale that `adjust` returns should be finite and
-    positive after any sequence of steps.
+    own, subclass this class and define `adjust`. Subclassing alone makes your class a
+    frozen dataclass and a pytree, whose fields are of two kinds:
+
+    - *Configuration*: hashable arguments of the constructor, which are static under
+      `jit` and saved by `get_config`. Any plain field is configuration.
+    - *State*: array leaves, which `replace` changes. Declare these fields with
+      `state_field`.
+
+    If you define `__post_init__`, call `super().__post_init__()` in it. Whatever the
+    sequence of steps, `adjust` should return a scale that is finite and positive.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
-      loss_scale: the loss scale now; float32, shape (); state.
+      loss_scale: the current loss scale; float32, shape (); state.
 
     Raises:
-      ValueError: if `initial_scale` is not a positive, normal float32.
+      ValueError: if `initial_scale` is not a positive, normal float32 number.
 
     Example:
       A scale that halves at an overflow and creeps up otherwise:
@@ -78,21 +85,21 @@ class LossScale(Stateful):
         self._set(loss_scale=np.float32(self.initial_scale))
 
     def __call__(self) -> jax.Array:
-        """The current loss scale as a JAX array, float32, shape ().
+        """Returns the current loss scale as a JAX array, float32, shape ().
 
-        The field `loss_scale` is a NumPy number until the first step.
+        The field `loss_scale` itself holds a NumPy number until the first step.
         """
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """The loss scale after one step, from the flag alone.
+        """Adapts the scale to one step, given only whether its gradients are finite.
 
         Args:
           grads_finite: whether the step's gradients were finite; bool, shape ().
 
         Returns:
-          The new loss scale, with the structure, shapes and dtypes of this one.
+          The new loss scale, with the same structure, shapes and dtypes as this one.
         """
 
     def update(
@@ -101,15 +108,15 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored. With a
-            `mask`, `with_loss_scale` passes a flat list of gradients, with None for
-            each that the mask excludes.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored. If
+            `with_loss_scale` has a `mask`, it passes a flat list of gradients, with
+            None in place of each gradient that the mask excludes.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide together, at the cost of communicating one scalar.
 
         Returns:
           The new loss scale, and `should_apply`: a bool array of shape (), or Python's
-          True if nothing was checked.
+          `True` if nothing was checked.
 
         Raises:
           ValueError: if `axis_name` names no axis of an enclosing `pmap` or
@@ -119,18 +126,16 @@ class LossScale(Stateful):
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
-        """Whether gradients overflowed at a scale that could not fall.
+        """Whether gradients overflowed at a scale that could not be lowered.
 
-        It tells of the last step that the scale adapted to: a step that is skipped for
-        its loss, or by a skip rule, does not change the answer. `raise_if_stuck` raises
-        if it is True.
+        The answer is about the last step that the scale adapted to. A step that is
+        skipped because of its loss, or by a skip rule, does not change it. If it is
+        True, `raise_if_stuck` raises an error.
 
         Returns:
-          A bool, shape (); always False unless a subclass overrides this.
+          A bool, shape (); always False unless a subclass overrides this method.
         """
-        # `DynamicLossScale` and `ToleranceLossScale` keep this flag in their state.
-        exhausted = getattr(self, "_exhausted", False)
-        return jnp.asarray(exhausted)
+        return jnp.asarray(False)
 
     def scale(self, tree: T) -> T:
         """Multiplies a loss, or the leaves of any pytree, by the scale.
@@ -139,9 +144,9 @@ class LossScale(Stateful):
           tree: the loss, or any pytree.
 
         Returns:
-          The tree with its floating-point and complex leaves times the scale. Floats of
-          16 bits or fewer become float32, as they may not hold the product; wider ones
-          keep their dtype. All other leaves are returned as they are.
+          The tree with its floating-point and complex leaves multiplied by the scale.
+          Floats of 16 bits or fewer become float32, because the product may be outside
+          their range; wider ones keep their dtype. All other leaves are unchanged.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(x.dtype), tree)
@@ -154,56 +159,60 @@ class LossScale(Stateful):
 
         Returns:
           The tree with its floating-point and complex leaves divided by the scale, in
-          the dtypes that `scale` returns. The quotients are exact if the scale is a
-          power of two, and otherwise within an ulp or two; but subnormal ones may
+          the dtypes that `scale` returns. If the scale is a power of two, the quotients
+          are exact; otherwise, they are within an ulp or two. Subnormal quotients may
           become 0.
         """
-        # All leaves of a dtype share the factors, as tracing takes time.
-        factors_in = functools.cache(self._inverse_factors)
+        # Leaves of the same dtype share their factors, which makes tracing faster.
+        inverse_factors = functools.cache(self._inverse_factors)
 
-        def unscaled(x):
+        def unscale_leaf(x):
             real_dtype = jnp.finfo(x.dtype).dtype
-            first, second = factors_in(real_dtype)
-            # Strict promotion multiplies no complex number by a real one: hence the
-            # casts, which change nothing else.
-            return x * first.astype(x.dtype) * second.astype(x.dtype)
+            first, second = inverse_factors(real_dtype)
+            # With strict promotion, JAX refuses to multiply complex by real arrays, so
+            # the factors are cast. For real leaves, the casts do nothing.
+            first = first.astype(x.dtype)
+            second = second.astype(x.dtype)
+            return x * first * second
 
-        return map_inexact(unscaled, tree)
+        return map_inexact(unscale_leaf, tree)
 
     def _inverse_factors(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
-        """Two factors of a real dtype, whose product is `1 / scale`.
+        """Returns two scalars of a real dtype whose product is `1 / scale`.
 
-        `unscale` multiplies by one after the other, as XLA compiles `x / scale` to
-        `x * (1 / scale)`, and above 2**126 that reciprocal is subnormal and flushed to
-        zero. A barrier keeps XLA from multiplying the two factors.
+        XLA compiles `x / scale` to `x * (1 / scale)`. For scales above 2**126, that
+        reciprocal is subnormal and flushed to zero, so `unscale` multiplies by two
+        factors, one after the other. The barrier keeps XLA from folding a constant
+        scale's factors into one.
         """
         scale = lax.optimization_barrier(self)()
         is_huge = scale > 2.0**126
         shift = jnp.where(is_huge, 4.0, 1.0).astype(dtype)
-        # XLA computes a division once, and repeats a cheaper operation in the kernel of
-        # each leaf: hence `1 / shift`.
+        # The first factor is a division because XLA computes a division once. It would
+        # repeat a cheaper operation in the kernel of each leaf.
         factors = (1 / shift, shift / scale.astype(dtype))
         if not jax.tree.leaves(self):
-            return factors  # constants, as a fixed scale has no state
+            return factors  # A fixed scale has no state, so these are constants.
         return lax.platform_dependent(
             *factors, cpu=_in_one_array, default=lambda *factors: factors
         )
 
 
 def checks_gradients(update: T) -> T:
-    """Marks an `update` that checks all gradients, which a step then need not do.
+    """Marks an `update` method that checks all gradients, so that the step need not.
 
     The mark is on the function, not on the class, so a subclass that overrides `update`
-    loses it.
+    does not inherit it.
     """
     vars(update)["checks_gradients"] = True
     return update
 
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """The same scalars, read from one array behind a barrier.
+    """Packs scalars into one array, and returns them read back from it.
 
-    A CPU's kernels compile faster with fewer arguments. On GPU it would be a loss: the
-    compiler would merge the kernels of several leaves, which take longer to compile.
+    On CPU, kernels compile faster if they have fewer arguments. On GPU, the packing
+    would make XLA merge the kernels of several leaves, and merged kernels take longer
+    to compile.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))

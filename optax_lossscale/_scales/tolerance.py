@@ -1,8 +1,10 @@
 """The loss scale that tolerates a share of overflows before it backs off.
 
-It counts the steps since the scale last changed and the overflows since it last backed
-off, and backs off only at an overflow where overflows / steps is at least `tolerance`.
-With a tolerance of 0, it does at every overflow.
+The rule counts the steps since the scale last changed, and the overflows since it last
+backed off. It backs off at an overflow only if overflows / steps is at least
+`tolerance`. For example, with a tolerance of 0.5, the scale backs off if the second
+step of training overflows, but not if the third is the first to overflow. With a
+tolerance of 0, it backs off at every overflow.
 """
 
 from typing import Self
@@ -19,10 +21,10 @@ from optax_lossscale._scales.loss_scale import LossScale
 
 
 class ToleranceLossScale(LossScale):
-    """Backs off at an overflow if too many steps have overflowed of late.
+    """Backs off at an overflow if too many recent steps have overflowed.
 
-    That is, if the overflows since the last back-off are too large a share of the steps
-    since the scale last changed.
+    Overflows are too many if those since the last back-off make up a share of at least
+    `tolerance` of the steps since the scale last changed.
 
     Source: fairseq's `DynamicLossScaler`. The rule::
 
@@ -39,24 +41,26 @@ class ToleranceLossScale(LossScale):
                 overflows = steps = 0
                 loss_scale = max(loss_scale / factor, threshold)
 
-    except that a scale that would fall to `min_scale` or below stays as it is, and is
-    `exhausted`; one that would grow beyond float32's range stays as it is, too.
+    with two exceptions: a scale that would fall to `min_scale` or below stays as it is
+    and becomes `exhausted`, and a scale that would grow beyond float32's range stays as
+    it is.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
-      growth_interval: finite steps in a row after which the scale grows.
-      factor: multiplies the scale to grow, and divides it to back off; at least 1.
-      tolerance: the share of overflows that it takes to back off, in [0, 1].
-      threshold: the lowest scale to back off to, or None. If it is above `min_scale`,
-        the scale is never exhausted. A scale below it rises to it at a back-off, as in
-        the original.
-      min_scale: a bound that the scale always stays above.
+      growth_interval: the scale grows after this many finite steps in a row.
+      factor: the scale grows by this factor, and is divided by it to back off; at
+        least 1.
+      tolerance: the share of overflows at which the scale backs off, in [0, 1].
+      threshold: the lowest scale to back off to, or None. With a threshold above
+        `min_scale`, the scale is never exhausted. As in the original, a scale below the
+        threshold rises to it when it backs off.
+      min_scale: a lower bound. The scale always stays above it.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      steps: steps since the scale last grew or backed off, or would have but for a
+      steps: steps since the scale last grew or backed off, or was kept from it by a
         bound; int32, shape ().
-      overflows: overflows since the scale last backed off, or would have but for
+      overflows: overflows since the scale last backed off, or was kept from it by
         `min_scale`; int32, shape ().
 
     Raises:
@@ -97,13 +101,17 @@ class ToleranceLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
+    def exhausted(self) -> jax.Array:
+        return jnp.asarray(self._exhausted)
+
     def _after_finite_step(self) -> Self:
-        """The loss scale after a finite step: it may grow, within float32's range."""
+        """Counts a finite step, and grows the scale if that is due."""
         scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = precise_product(scale, self.factor)
-        grown = jnp.where(grown <= validation.LARGEST, grown, scale)
+        product = precise_product(scale, self.factor)
+        is_in_range = product <= validation.LARGEST
+        grown = jnp.where(is_in_range, product, scale)
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
@@ -112,10 +120,9 @@ class ToleranceLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        """The loss scale after an overflow.
+        """Counts an overflow, and backs off if the share of overflows is too large.
 
-        It is lowered if the share of overflows is too large, but if it would fall to
-        `min_scale` or below, it stays as it is and is exhausted.
+        A scale that would fall to `min_scale` or below stays as it is and is exhausted.
         """
         scale = self()
         steps = optax.safe_increment(self.steps)

@@ -1,7 +1,11 @@
-"""The rule of a rolling window: the mean and deviation of the last losses and norms.
+"""The rule of a rolling window, which compares each step with the mean of recent steps.
+
+For example, with a window of 128 steps and a `sigma_factor` of 6, a step is skipped if
+its norm is more than 6 standard deviations above the mean norm of the last 128 steps.
+The loss is compared in the same way.
 
 OLMo-core, MaxText and Levanter share this rule. Levanter computes the deviation
-differently, and waits for one step more before it skips any.
+differently, and waits for one more step before it skips any.
 """
 
 from typing import Self
@@ -18,19 +22,19 @@ from optax_lossscale._skips.rule import SkipRule, with_newest
 class RollingSkipRule(SkipRule):
     """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`.
 
-    Skips a step whose norm or loss is more than `sigma_factor` deviations above the
-    mean of those in the window, which holds the last `length` steps, skipped ones
-    included.
+    Skips a step whose norm or loss is more than `sigma_factor` standard deviations
+    above the mean of the window. The window holds the last `length` steps, including
+    skipped ones.
 
     Args:
       length: the size of the window, in steps.
-      sigma_factor: how many deviations are too many.
-      least_history: how many steps the window must hold before one is skipped.
+      sigma_factor: how many deviations above the mean are too many.
+      least_history: how many steps the window must hold before any is skipped.
       ddof: 1 for the unbiased deviation, 0 for the biased one.
-      least_deviation: a lower bound of the deviation.
+      least_deviation: a lower bound on the deviation.
 
     Attributes:
-      seen: how many places of the window are filled; int32, shape (); state.
+      seen: how many steps the window holds so far; int32, shape (); state.
     """
 
     needs_value = True
@@ -40,7 +44,7 @@ class RollingSkipRule(SkipRule):
     ddof: int = checked(validation.int_between, least=0, most=1, default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)
-    # The norms in one row, and the losses in the other; shape=(2, length), float32
+    # Norms in the first row and losses in the second; float32, shape (2, length)
     _window: jax.Array = state_field()
 
     def __post_init__(self):
@@ -51,7 +55,7 @@ class RollingSkipRule(SkipRule):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        assert value is not None  # for type checkers: `update` has checked it
+        assert value is not None  # For type checkers; `update` has checked it.
         numbers = jnp.stack([norm, value])
         is_early = self.seen < self.least_history
         is_usual = jnp.all(self._are_usual(numbers))
@@ -65,17 +69,19 @@ class RollingSkipRule(SkipRule):
         """Whether the norm and the loss are usual; bools, shape (2,).
 
         A number is usual if it is at most `sigma_factor` deviations above the mean of
-        its row of the window. Places that are not filled yet hold zeros.
+        its row of the window. Unfilled places of the window hold zeros.
         """
-        seen = self.seen.astype(jnp.float32)
+        count = self.seen.astype(jnp.float32)
         total = jnp.sum(self._window, axis=1)
-        mean = total / jnp.maximum(seen, 1)
+        mean = total / jnp.maximum(count, 1)
 
         is_filled = jnp.arange(self.length) < self.seen
-        differences = self._window - mean[:, None]
-        differences = jnp.where(is_filled, differences, 0)
-        squares = jnp.sum(jnp.square(differences), axis=1)
-        degrees_of_freedom = jnp.maximum(seen - self.ddof, 1)
-        deviation = jnp.sqrt(squares / degrees_of_freedom)
+        residuals = self._window - mean[:, None]
+        residuals = jnp.where(is_filled, residuals, 0)
+        squares = jnp.square(residuals)
+        sum_of_squares = jnp.sum(squares, axis=1)
+        degrees_of_freedom = jnp.maximum(count - self.ddof, 1)
+        variance = sum_of_squares / degrees_of_freedom
+        deviation = jnp.sqrt(variance)
         deviation = jnp.maximum(deviation, self.least_deviation)
         return numbers - mean <= self.sigma_factor * deviation

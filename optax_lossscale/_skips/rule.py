@@ -1,10 +1,14 @@
 """The abstract skip rule, which judges finite steps by their gradient norm and loss.
 
-Steps whose gradients are not finite are skipped in any case. A rule judges the others:
-gradients that are finite, but far larger than usual, can undo what a model has learned.
-The step measures the norm and calls `update`, which asks the rule (`decide`) and keeps
-the counts that all rules have. So that a rule cannot stop training unnoticed, skipped
-steps are a debt, which applied steps pay off; `raise_if_stuck` raises if it is large.
+A step whose gradients are not finite is skipped in any case. A skip rule judges the
+other steps, because gradients that are finite but far larger than usual can undo what a
+model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
+a norm above 10.
+
+The training step measures the norm and calls `update`, which calls `decide`, the method
+that each rule defines, and keeps the counts that all rules share. One of these counts,
+the `skip_debt`, makes sure that no rule stops training unnoticed: skipped steps add to
+the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it is large.
 """
 
 import abc
@@ -17,34 +21,37 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
 
-APPLIED_PER_SKIP = 20  # how many applied steps pay off the debt of a skipped one
-# From here on, the debt stops growing, so that its int32 never wraps around.
+APPLIED_PER_SKIP = 20  # This many applied steps pay off one skipped step.
+# A debt above this stops growing, so that its int32 never wraps around.
 _MAX_DEBT = 2**30
 
 
 class SkipRule(Stateful):
     """Decides from a step's gradient norm and loss whether to apply the step.
 
-    Pass it to `with_loss_scale` as `skip=rule`. It decides about steps whose gradients,
-    norm and loss are finite; all others are skipped anyway, and do not count as skipped
-    by the rule. `decide` is called for these, too, but what it returns is dropped.
+    Pass it to `with_loss_scale` as `skip=rule`. The rule decides about steps whose
+    gradients, norm and loss are finite. All other steps are skipped anyway, and do not
+    count as skipped by the rule. `decide` is called for them as well, but its results
+    are dropped.
 
     A rule is immutable: `update` returns a new one. To write your own, subclass this
-    class, which makes it a frozen dataclass and a pytree, and define `decide`. As in a
-    `LossScale`, its state is declared with `state_field` and changed with
-    `replace`, and `get_config` writes its configuration.
+    class and define `decide`. Subclassing alone makes your class a frozen dataclass and
+    a pytree. As in a `LossScale`, declare state with `state_field` and change it with
+    `replace`; all other fields are configuration, which `get_config` saves.
 
     Attributes:
-      needs_value: whether a step must be given its loss; a class attribute.
-      gradient_norm: the global L2 norm of the unscaled gradients of the last step,
-        infinite if the step was not finite; float32, shape (); state.
-      skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
-      skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose norm is not 0; int32, shape (); state. `decide` may
-        set it, as that of `skips.spikes` does where it applies a spike.
+      needs_value: whether the rule needs the step's loss; a class attribute.
+      gradient_norm: the global L2 norm of the last step's unscaled gradients, or
+        infinity if the step was not finite; float32, shape (); state.
+      skipped_by_rule: how many finite steps the rule has skipped so far; int32, shape
+        (); state.
+      skip_debt: how many steps must be applied to pay off the skipped ones. Each
+        skipped finite step adds 20. Each applied step whose norm is not 0 subtracts 1,
+        down to 0. `decide` may set it, as `skips.spikes` does when it applies a spike;
+        int32, shape (); state.
 
     Example:
-      A rule that skips a step whose loss is twice the smallest so far:
+      A rule that skips a step if its loss is at least twice the smallest loss so far:
 
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -72,33 +79,34 @@ class SkipRule(Stateful):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        """Decides about one step, as if it were finite.
+        """Decides whether to apply one step, assuming that it is finite.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
-          value: the true loss, float32, shape (); or None, unless `needs_value`.
+          value: the unscaled loss; float32, shape (). Unless the rule sets
+            `needs_value`, it may be None.
 
         Returns:
-          The new rule, with this one's structure, shapes and dtypes; and a bool, True
-          to apply the step. Neither is used if the step is not finite.
+          The new rule, with the same structure, shapes and dtypes as this one, and a
+          bool, True to apply the step. Neither is used if the step is not finite.
         """
 
     def update(
         self, norm: ArrayLike, value: ArrayLike | None = None
     ) -> tuple[Self, jax.Array]:
-        """Decides about one step, as if it were finite, and updates the counts.
+        """Decides whether to apply one step, assuming it is finite, and updates counts.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; shape ().
-          value: the true loss, shape (); or None.
+          value: the unscaled loss, shape (), or None.
 
         Returns:
-          The new rule, and `should_apply`, a bool, shape ().
+          The new rule, and `should_apply`, a bool of shape ().
 
         Raises:
-          ValueError: if the rule needs the loss, but there is none.
-          TypeError: if `decide` returns a rule of another type or configuration, or
-            with state of other shapes; or a flag that is not of shape ().
+          ValueError: if the rule needs the loss, but `value` is None.
+          TypeError: if `decide` returns a rule of another type or configuration, state
+            of other shapes, or a flag that does not have shape ().
         """
         norm = jnp.asarray(norm, jnp.float32)
         if value is not None:
@@ -117,29 +125,32 @@ class SkipRule(Stateful):
                 f"decide of {type(self).__name__} must return one flag for the step, of "
                 f"shape (), got shape {should_apply.shape}: reduce it, say by jnp.all"
             )
-        one_more = optax.safe_increment(self.skipped_by_rule)
+        skipped = self.skipped_by_rule
+        skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
         new = decided.replace(
             gradient_norm=norm,
-            skipped_by_rule=jnp.where(should_apply, self.skipped_by_rule, one_more),
+            skipped_by_rule=skipped,
             skip_debt=decided._next_debt(norm, should_apply),
         )
         return new, should_apply
 
     def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
-        """The debt after a step, from the one that `decide` left; int32, shape ()."""
-        # A step whose norm is 0 teaches and pays off nothing. The norm of numbers that
-        # are all below about 1e-19 may be 0, too, as their squares underflow.
+        """Returns the debt after a step, given what `decide` set; int32, shape ()."""
+        # A norm of 0 says nothing about the size of gradients, so it pays off nothing.
+        # It can also mean that all gradients are below about 1e-19: their squares
+        # underflow.
         is_nonzero = norm > 0
-        paid_off = jnp.maximum(self.skip_debt - is_nonzero.astype(jnp.int32), 0)
-        grown = jnp.minimum(self.skip_debt, _MAX_DEBT) + APPLIED_PER_SKIP
-        return jnp.where(should_apply, paid_off, grown)
+        payment = is_nonzero.astype(jnp.int32)
+        reduced = jnp.maximum(self.skip_debt - payment, 0)
+        increased = jnp.minimum(self.skip_debt, _MAX_DEBT) + APPLIED_PER_SKIP
+        return jnp.where(should_apply, reduced, increased)
 
 
 def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
-    """A window with a new number at the front of each row, in place of the oldest.
+    """Puts a new number at the front of each row of a window, and drops the oldest.
 
-    A window holds the last norms and losses that a rule has seen: its shape is
-    (2, length), the newest numbers first. `numbers` has shape (2,).
+    A window holds the last norms and losses that a rule has seen. It has shape
+    (2, length), with the newest numbers first; `numbers` has shape (2,).
     """
     newest = numbers[:, None]
     return jnp.concatenate([newest, window[:, :-1]], axis=1)

@@ -1,9 +1,13 @@
 """The recommended rule, which skips steps far above the usual norm or loss.
 
-Order statistics of the last applied steps say what is usual: the median, the upper
-quartile, and a value that several steps reached. A single spike hardly moves them,
-while it would move a mean and a standard deviation. They are computed of logarithms, so
-the scale of norms and losses does not matter.
+Order statistics of the last applied steps define what is usual: the median, the upper
+quartile, and a value that several steps reached. A single spike hardly moves these,
+whereas it would move a mean and a standard deviation. They are computed on log2 of
+norms and losses, so multiplying all norms, or all losses, by a constant changes
+nothing.
+
+For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
+1 bit above their median, that is, above 2. If the norms vary more, the limit is higher.
 """
 
 from functools import partial
@@ -20,13 +24,13 @@ from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 # The standard deviation of a normal distribution is this many times the distance from
 # its median to a quartile.
 _DEVIATION = 1.4826
-_MIN_HISTORY = 8  # with fewer steps in the window, nothing is a spike
-_ENOUGH_HISTORY = 24.0  # with fewer steps in the window, proportionally more is allowed
-# A value that at least 3 steps of the window reached, or 1 in 20 if that is more, is
-# usual.
-_COMMON = 3
+_MIN_HISTORY = 8  # With fewer steps in the window, nothing is a spike.
+_ENOUGH_HISTORY = 24.0  # With fewer steps in the window, proportionally more is usual.
+# A value is usual if at least 3 steps of the window reached it, or 1 in 20 if that is
+# more.
+_MIN_COMMON = 3
 _COMMON_SHARE = 20
-# This marks an empty place of the window. It is above all logarithms, and sorts last.
+# Marks an empty place of the window. It is larger than any logarithm, so it sorts last.
 _UNKNOWN = 1e3
 
 _positive = partial(
@@ -38,12 +42,13 @@ _positive = partial(
 
 
 class SpikeSkipRule(SkipRule):
-    """The rule of `skips.spikes`, which describes it and its arguments.
+    """The rule of `skips.spikes`, which documents it and its arguments.
 
     Attributes:
-      norm_limit: the norm above which the last step would have been a spike; infinite
-        while fewer than 8 steps are known; float32, shape (); state.
-      value_limit: the same for the loss; float32, shape (); state.
+      norm_limit: the norm above which the last step would have been a spike, or
+        infinity while fewer than 8 norms are known; float32, shape (); state.
+      value_limit: the loss above which the last step would have been a spike, or
+        infinity while fewer than 8 losses are known; float32, shape (); state.
     """
 
     factor: float = checked(_positive, default=6.0)
@@ -52,7 +57,7 @@ class SpikeSkipRule(SkipRule):
     max_skips: int = checked(validation.int_between, least=0, most=2**20, default=16)
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
-    # Logarithms of norms and of losses, the newest first; shape=(2, window), float32
+    # log2 of norms and of losses, newest first; float32, shape (2, window)
     _last: jax.Array = state_field()
 
     def __post_init__(self):
@@ -64,26 +69,30 @@ class SpikeSkipRule(SkipRule):
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         if value is None:
-            value = jnp.float32(0)
+            value = jnp.float32(0)  # Only positive numbers can be spikes.
         numbers = jnp.stack([norm, value])
         is_positive = numbers > 0
-        logarithms = jnp.log2(jnp.maximum(numbers, validation.SMALLEST))
+        positive = jnp.maximum(numbers, validation.SMALLEST)
+        logs = jnp.log2(positive)
         limits = self._limits()
-        is_above = logarithms > limits
+        is_above = logs > limits
         is_spike = jnp.any(is_above & is_positive)
 
-        # The debt is 20 * (max_skips - budget), with the budget of `skips.spikes`. If
-        # that is used up, the spikes are too common to be accidents.
+        # In terms of the budget of `skips.spikes`, the debt is
+        # 20 * (max_skips - budget). If skipping this step would exceed the budget,
+        # spikes are too common to be accidents, and the step is applied.
         max_debt = APPLIED_PER_SKIP * self.max_skips
         debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
-        is_common = is_spike & (debt_if_skipped > max_debt)
+        exceeds_budget = debt_if_skipped > max_debt
+        is_common = is_spike & exceeds_budget
         should_apply = ~is_spike | is_common
 
-        is_learned = is_positive & should_apply
-        with_one_more = with_newest(self._last, logarithms)
+        # The window remembers the positive numbers of applied steps.
+        is_remembered = is_positive & should_apply
+        with_logs = with_newest(self._last, logs)
         norm_limit, value_limit = jnp.exp2(limits)
         new = self.replace(
-            _last=jnp.where(is_learned[:, None], with_one_more, self._last),
+            _last=jnp.where(is_remembered[:, None], with_logs, self._last),
             norm_limit=norm_limit,
             value_limit=value_limit,
             skip_debt=jnp.where(is_common, max_debt, self.skip_debt),
@@ -91,20 +100,22 @@ class SpikeSkipRule(SkipRule):
         return new, should_apply
 
     def _limits(self) -> jax.Array:
-        """The log2 of the largest usual norm and of the largest usual loss; shape (2,).
+        """Returns log2 of the largest usual norm and loss; shape (2,).
 
-        Infinity where fewer than 8 of them are known.
+        A limit is infinite if fewer than 8 norms, or losses, are known.
         """
         seen = jnp.sum(self._last < _UNKNOWN, axis=1)
         count = jnp.maximum(seen, _MIN_HISTORY)
-        how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
-        ranks = [count // 2, 3 * count // 4, count - how_many_reached]
-        places = jnp.stack(ranks, axis=1)
-        ranked = jnp.take_along_axis(jnp.sort(self._last), places, axis=1)
+        common_count = jnp.maximum(_MIN_COMMON, count // _COMMON_SHARE)
+        ranks = [count // 2, 3 * count // 4, count - common_count]
+        indices = jnp.stack(ranks, axis=1)
+        ordered = jnp.sort(self._last)
+        ranked = jnp.take_along_axis(ordered, indices, axis=1)
         median, quartile, common = ranked.T
+
         deviation = _DEVIATION * (quartile - median)
-        shortage = jnp.maximum(1, _ENOUGH_HISTORY / count.astype(jnp.float32))
-        floor = self.least * shortage
+        shortage = _ENOUGH_HISTORY / count.astype(jnp.float32)
+        floor = self.least * jnp.maximum(1, shortage)
         allowed = jnp.maximum(self.factor * deviation, floor)
         limits = jnp.maximum(median + allowed, common + allowed / 2)
         return jnp.where(seen < _MIN_HISTORY, jnp.inf, limits)

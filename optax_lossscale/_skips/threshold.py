@@ -1,4 +1,9 @@
-"""Rules with a threshold for the norm: a fixed one, or one that follows the norms."""
+"""Rules that skip a step whose norm is above a threshold, fixed or adaptive.
+
+For example, `skips.megatron(10.0)` skips every step whose norm is above 10. An adaptive
+threshold follows the norms of applied steps: `skips.drop_norm_by_grad_norm_ema()`
+describes one that is 20 times their moving average.
+"""
 
 from typing import NamedTuple, Self
 
@@ -18,7 +23,7 @@ class ThresholdSkipRule(SkipRule):
 
     Args:
       threshold: steps with a larger norm are skipped.
-      strict: whether a step is skipped also if its norm equals the threshold.
+      strict: whether a step whose norm equals the threshold is skipped, too.
     """
 
     threshold: float = checked(validation.positive)
@@ -35,8 +40,8 @@ class ThresholdSkipRule(SkipRule):
 class DropNorm(NamedTuple):
     """A threshold for `skips.axlearn` that follows the norms of applied steps.
 
-    Once `min_count` steps are applied, it is `mean_factor` times the moving average of
-    their norms, plus `stddev_factor` times their standard deviation.
+    Once `min_count` steps have been applied, the threshold is `mean_factor` times the
+    moving average of their norms, plus `stddev_factor` times their standard deviation.
     """
 
     mean_factor: float
@@ -47,20 +52,21 @@ class DropNorm(NamedTuple):
 class MovingAverageSkipRule(SkipRule):
     """The rule of `skips.axlearn` for a threshold that follows the norms.
 
-    Skips a step whose norm is not below the threshold that `DropNorm` describes, and
-    learns from applied steps alone.
+    Skips a step unless its norm is below the threshold, which `DropNorm` describes.
+    Only applied steps change the threshold.
 
     Args:
       mean_factor: the factor of the mean in the threshold.
       stddev_factor: the factor of the standard deviation in the threshold.
-      min_count: how many steps must be applied first; until then, the threshold is
+      min_count: how many steps must be applied first. Until then, the threshold is
         1e10.
       grad_norm_ema_decay: the decay of the moving averages, in (0, 1).
 
     Attributes:
-      count: the steps applied so far; int32, shape (); state.
+      count: how many steps have been applied so far; int32, shape (); state.
       mean: moving average of their norms; float32, shape (); state.
-      mean_square: moving average of the norms' squares; float32, shape (); state.
+      mean_square: moving average of the squares of their norms; float32, shape ();
+        state.
     """
 
     mean_factor: float = checked(validation.positive)
@@ -82,8 +88,9 @@ class MovingAverageSkipRule(SkipRule):
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         is_usual = norm < self._threshold()
-        # If one square were infinite, all thresholds from then on would be.
-        square = jnp.minimum(jnp.square(norm), validation.LARGEST)
+        # An infinite square would make all later thresholds infinite.
+        square = jnp.square(norm)
+        square = jnp.minimum(square, validation.LARGEST)
         learned = self.replace(
             count=optax.safe_increment(self.count),
             mean=self._averaged(self.mean, norm),
@@ -92,7 +99,7 @@ class MovingAverageSkipRule(SkipRule):
         return choose(is_usual, learned, self), is_usual
 
     def _threshold(self) -> jax.Array:
-        """The norm from which on a step is skipped; float32, shape ()."""
+        """Returns the smallest norm at which a step is skipped; float32, shape ()."""
         threshold = self.mean * self.mean_factor
         if self.stddev_factor:
             variance = self.mean_square - jnp.square(self.mean)
@@ -102,11 +109,13 @@ class MovingAverageSkipRule(SkipRule):
         return jnp.where(is_early, _EARLY_THRESHOLD, threshold)
 
     def _averaged(self, average: jax.Array, number: jax.Array) -> jax.Array:
-        """A moving average with one more number, without a bias towards its start."""
-        correction = self._weight(self.count) / self._weight(self.count + 1)
+        """Adds a number to a bias-corrected moving average."""
+        old_weight = self._weight(self.count)
+        new_weight = self._weight(self.count + 1)
+        correction = old_weight / new_weight
         decay = self.grad_norm_ema_decay * correction
         return decay * average + (1 - decay) * number
 
     def _weight(self, count: jax.Array) -> jax.Array:
-        """The weight of `count` numbers in a moving average that began at 0."""
+        """Returns the total weight of `count` numbers in an average that began at 0."""
         return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
