@@ -8,7 +8,8 @@ output is the new value of which argument. In
 
 `result[0]` is the new `args[0]`, whereas `result[2]` is the new value of no argument.
 So the carry is found by perturbing one argument at a time and comparing the outputs. An
-output counts as the new value of an argument by one of three rules:
+argument that is changed in place is its own new value. Any other output counts as the
+new value of an argument by one of three rules:
 
 1. The output changes much as the argument does, has its size, and has a similar place
    in its tree. This excludes losses and predictions.

@@ -6,14 +6,14 @@ underflows. Steps that overflow are skipped, and a sweep leaves them out. What r
 is underflow, which becomes worse as the loss scale falls: each halving of the scale
 removes one more bit from the smallest gradients, and later from larger ones.
 
-The outputs of a wrong step differ from this in one of two ways:
+An output of a wrong step shows one of two signs:
 
-- An output is a linear function of a power of the loss scale. A norm of scaled
-  gradients, for example, is proportional to the scale itself.
-- An output changes between two neighbouring loss scales, and hardly more, or less,
-  between any two neighbours below. Underflow cannot explain that, because the changes
-  it causes grow as the scale falls. The exception is a number that underflow changes
-  all at once, such as the sign of a gradient.
+- It is a linear function of a power of the loss scale. For example, a norm of scaled
+  gradients is proportional to the scale itself.
+- It changes too much where the loss scale is still high: as much as between any two
+  neighbouring scales below, or nearly so. Changes caused by underflow start small and
+  grow as the scale falls. The exception is a number that underflow changes all at once,
+  such as the sign of a gradient.
 """
 
 import numpy as np
@@ -22,13 +22,14 @@ from optax_lossscale.testing._numbers import Path, difference, norm
 from optax_lossscale.testing._sweep import Sweep
 
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
-# The largest relative difference of two neighbouring slopes. Rounding in float16 may
-# cause any slopes, but three in a row are hardly ever as close as this.
+# The largest relative difference of two neighbouring slopes on a straight line. Rounding
+# in float16 may cause any slopes, but three in a row are hardly ever this close.
 _SLOPE_TOLERANCE = 0.02
-# Float16 has 40 exponents between overflow and zero. Over the upper 20 of them, only
-# few gradients underflow, and only small ones.
+# How far below the highest loss scale a float16 step is judged. Float16 has 40 exponents
+# between overflow and zero; down to here, few gradients underflow, and only small ones.
 _REACH = 20
-# Underflow changes an output by at most this share of its largest change below.
+# Between two neighbouring scales, underflow changes an output by at most this share of
+# the output's largest change between lower scales.
 _UNDERFLOW_DECAY = 2 / 3
 
 
@@ -60,11 +61,11 @@ def _is_linear(values, x):
 def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     """Finds outputs that change by more than underflow explains.
 
-    If all gradients of the step can underflow, only its upper loss scales are judged.
+    If all gradients of a step can underflow, only its higher loss scales are judged.
 
     Returns:
-      For each such output, the exponents of the highest two neighbouring loss scales
-      between which it does, the higher exponent first.
+      For each such output, the exponents of the two neighbouring loss scales between
+      which it changes: of the highest pair if there are several, the higher one first.
     """
     exponents = sweep.exponents
     reach = _REACH if sweep.underflowed else np.inf
@@ -74,8 +75,8 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     num_underflowing = sum(has_underflow.values())
     unexplained = {}
     for path, values in sweep.outputs.items():
-        # An output that is computed from many numbers may change because one of these
-        # underflows. Their underflow shows in another output, such as a moment.
+        # An output may be computed from many numbers, as a norm is. It may change where
+        # one of them underflows, which shows in another output, such as a moment.
         others_underflow = num_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
@@ -87,7 +88,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
 
 
 def _underflows(sweep, path):
-    """Whether each number underflows from a scale to the next; (scales - 1, numbers).
+    """Whether each number underflows between two neighbouring scales; (scales - 1, numbers).
 
     A number underflows between two loss scales if it has the value that it has without
     gradients at the lower scale, but not at the higher one. An output that is a single

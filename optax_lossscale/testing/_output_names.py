@@ -31,7 +31,9 @@ def without_ignored(
     for name in ignored:
         if not any(name in output_names for output_names in names.values()):
             known = "\n  ".join(map(name_of, outputs))
-            raise ValueError(f"ignore={name!r} names no output. There are\n  {known}")
+            raise ValueError(
+                f"ignore={name!r} names no output. The outputs are\n  {known}"
+            )
     return [path for path in outputs if names[path].isdisjoint(ignored)]
 
 

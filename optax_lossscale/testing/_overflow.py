@@ -169,12 +169,12 @@ _HEADLINE = "the step does not survive an overflow, or its devices drift apart."
 _CHANGED_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DIVERGED = "Devices hold copies of these outputs that differ:"
 _ONE_DECISION = """\
-So each takes the step by its own gradients, or decides by these whether to skip it. Average the
-gradients over all devices before anything else, with jax.lax.pmean, and give with_loss_scale the
-axis_name."""
+So each device applies its own gradients, or decides from them alone whether to skip the step.
+Average the gradients over all devices before anything else, with jax.lax.pmean, and give
+with_loss_scale the axis_name."""
 _NOT_RETURNED = """\
-The optimizer's state does not come back, so the next step overflows, too: return the state that
-the step makes, with its loss scale."""
+The optimizer's state does not come back, so the next step overflows, too: return the new state,
+with its loss scale."""
 _UNCOUNTED = """\
-The step is skipped, but the state that comes back does not count it: return the state that the
-step makes as it is, not one put together from old and new."""
+The step is skipped, but the state that comes back does not count it: return the new state as it
+is, not one assembled from the old state and the new."""

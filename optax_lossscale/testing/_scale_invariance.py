@@ -327,13 +327,13 @@ them first: get_loss_scale(state).unscale(scaled_grads). And anything before the
 optax.chain sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). To log the loss
 scale, return ols.metrics(state). Name other outputs that are meant to depend on it in ignore=."""
 _ADAPTED = """\
-So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by,
-from the state that the step is given, and adapt it afterwards."""
+So gradients are unscaled by the new loss scale. Unscale them by the scale that the loss was
+multiplied by, which is in the state that the step is given, and adapt it afterwards."""
 _NEVER = """\
-It is skipped at all but {times} loss scales, although what it returns is finite. So gradients are
-multiplied by another scale than that of the state that the step is given, such as that of another
-optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
+It is skipped at all but {times} loss scales, although its outputs are finite. So gradients are
+multiplied by another scale than that of the state that the step is given, such as the scale of
+another optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
 _LAST = """\
-So something changes the updates of with_master_weights, and what the parameters cannot hold is
-lost at every step. Let nothing come after it, not even a transformation of your own: wrap the
+So something changes the updates of with_master_weights, and each step loses the digits that the
+parameters cannot hold. Let nothing come after it, not even a transformation of your own: wrap the
 whole optimizer, with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""

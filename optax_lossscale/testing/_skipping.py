@@ -116,18 +116,18 @@ _APPLIED = (
 )
 KEEP_REMEDY = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
-state, such as Adam's count, if all transformations are inside the wrapper. Keep all else that the
-step changes, such as batch statistics or an average of the parameters, with
-ols.where_applied(state, new, old), where state is the new state. Name what is meant to move
-on all the same, such as a replay buffer, or is only returned, in ignore=."""
+state, such as Adam's count, if all transformations are inside the wrapper. For everything else
+that the step changes, such as batch statistics or an average of the parameters, use
+ols.where_applied(state, new, old), where state is the new state. In ignore=, name outputs that
+are meant to change anyway, such as a replay buffer, or that are not passed on to the next step."""
 APPLIED_REMEDY = """\
 Either gradients are not multiplied by the loss scale of the state that the step is given: use
-value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
-replaced before it is checked, by nan_to_num or a where: pass the optimizer the scaled gradients
-unchanged. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
-they are all zero: give the step a batch that it learns from."""
+value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or nan_to_num or a where
+replaces infinities and NaNs before they are checked: pass the optimizer the scaled gradients
+unchanged. Or nothing is checked, because of skip=None and a fixed loss scale: use
+skip="nonfinite". Or all gradients are zero: give the step a batch that it learns from."""
 _NOT_ADAPTED = """\
 Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
 next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
-itself is not finite where gradients overflow, as in a step of SAM, whose second loss is computed
-from the first gradient: then no lower scale is tried."""
+itself is not finite where gradients overflow, as in a step of SAM, which computes its second loss
+from the first gradient: then the loss scale does not fall."""

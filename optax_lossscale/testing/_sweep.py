@@ -99,9 +99,9 @@ def sweep_of(
         noise = difference(rows[0], repeated[path])
         if norm(noise) > _MAX_NOISE * norm(rows[0]):
             raise ValueError(
-                f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
-                "step all that it depends on as arguments that can be copied: batches "
-                "and PRNG keys as arrays, not iterators or generators"
+                f"two runs at the same loss scale differ, in {name_of(path)}. Pass "
+                "everything that the step depends on as arguments that can be copied: "
+                "batches and PRNG keys as arrays, not iterators or generators"
             )
     return Sweep(
         exponents=np.array([log2_of(trial.loss_scale) for trial in trials]),
