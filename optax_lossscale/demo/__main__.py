@@ -99,7 +99,7 @@ def row(name, history):
 
 def draw(name, history, top, bottom):
     """Draws a run's loss, as a running mean over ten steps, and its loss scale."""
-    # Float32's line is wider, because those of the two scaled runs lie on top of it.
+    # The two scaled runs draw over float32's line, so that line is wider.
     width = 5 if name == "float32" else 1.3
     losses = history["loss"]
     window = min(10, len(losses))

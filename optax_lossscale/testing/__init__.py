@@ -13,9 +13,9 @@ source lines concerned, and suggests a fix.
 # from its outputs, a trial can usually tell whether the step was skipped.
 # - If it was skipped, the loss scale must adapt (`_skipping.py`), and whatever the step
 #   passes on to the next step (`_carry.py`) must stay as it was.
-# - If it was applied, the outputs must be equal at all loss scales. A sweep (`_sweep.py`)
-#   collects them at falling scales, and `_dependence.py` compares them, as differences
-#   that underflow explains are allowed.
+# - If it was applied, the outputs must be the same at all loss scales, except where
+#   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales, and
+#   `_dependence.py` finds differences that underflow does not explain.
 # `assert_survives_overflow` checks only skipped steps, `assert_scale_invariant` both.
 
 from optax_lossscale._arrays.names import make_public

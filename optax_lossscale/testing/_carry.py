@@ -88,8 +88,8 @@ def within(
 def _scores(perturbed_pairs):
     """Scores each output with each argument on which it depends; keyed by both paths.
 
-    The best score over all pairs of trials counts, as the step may produce NaNs or much
-    larger changes at some loss scales.
+    The best score over all pairs of trials counts, because the step may produce NaNs or
+    much larger changes at some loss scales.
     """
     scores = {}
     for trial, perturbed in perturbed_pairs:
@@ -171,12 +171,12 @@ def _is_in_position(output, argument, experiment):
 def _with_trees(carry, scores, experiment):
     """Extends a carry by rule 3, from single arrays to whole trees.
 
-    For example, a step takes and returns batch statistics `{"mean": …, "var": …}`. If
-    their mean is in the carry, their variance is, too. If the step takes and returns a
-    second tree with the same structure, that tree is in the carry as well, unless one
+    For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
+    their mean is in the carry, their variance is, too. If the step accepts and returns
+    a second tree with the same structure, that tree is in the carry as well, unless one
     of its outputs depends on the argument in its place. Rules 1 and 2 did not match
     these two, so the output may be a prediction. A tree that holds an optimizer's
-    counts is always in the carry.
+    counts needs no such match and is always in the carry.
     """
     outputs = experiment.baseline.output_fingerprints
     returned = {path: x for path, x in outputs.items() if path[0] == RESULT}

@@ -75,8 +75,8 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     num_underflowing = sum(has_underflow.values())
     unexplained = {}
     for path, values in sweep.outputs.items():
-        # An output may be computed from many numbers, as a norm is. It may change where
-        # one of them underflows, which shows in another output, such as a moment.
+        # An output that is computed from many numbers, such as a norm, may change where
+        # one of them underflows. That underflow shows in another output, such as a moment.
         others_underflow = num_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
@@ -92,7 +92,7 @@ def _underflows(sweep, path):
 
     A number underflows between two loss scales if it has the value that it has without
     gradients at the lower scale, but not at the higher one. An output that is a single
-    number never counts as underflowing, as it may be a flag of how large gradients are.
+    number never counts as underflowing: it may be a flag of how large gradients are.
     """
     before = sweep.outputs[path][:-1]
     after = sweep.outputs[path][1:]

@@ -38,7 +38,7 @@ from optax_lossscale.testing._numbers import (
 from optax_lossscale.testing._trial import Trial
 
 RESULT = DictKey("result")  # the first key in the path of whatever the step returns
-_HIGH_EXPONENT = 126  # 2**126 is finite, but makes most gradients overflow
+_HIGH_EXPONENT = 126  # 2**126 is finite, but most gradients overflow at it
 _PERTURBATION = 2.0**-4  # relative to a number; absolute for a zero
 
 
@@ -174,7 +174,7 @@ class Experiment:
         replacements = {**values, **self._values_of(loss_scale)}
         arguments = _copy_tree(self._arguments, replacements)
         inputs = arrays_in(arguments)
-        # The inputs are read now, as the step may donate them.
+        # The inputs are read now, because the step may donate their buffers.
         input_samples = _samples(inputs)
         input_fingerprints = _fingerprints(inputs)
         # Holding on to the old leaves keeps Python from reusing their ids for outputs.

@@ -1,9 +1,8 @@
 """The numbers in a step's arguments and outputs, as flat NumPy arrays on the host.
 
 The assertions compare the outputs of a step at different loss scales. The loss scale
-itself is meant to differ, so it has to be told apart from the rest. This goes by type
-alone: `arrays_in` skips every `LossScale`, but not an array that happens to have the
-same value, a similar name or the same buffer.
+itself is meant to differ, so `arrays_in` excludes it. Only its type counts: an array
+elsewhere that has the same value, a similar name or the same buffer is not excluded.
 
 Large arrays are not kept in full. `sample` keeps some of their numbers, which shows by
 how much the array changes, and `fingerprint` hashes all of them, which shows whether it
@@ -92,7 +91,7 @@ def sample(x: Any) -> np.ndarray:
     """
     numbers = flat(x)
     stride = -(-numbers.size // _MAX_SAMPLE)
-    stride |= 1  # odd, as an even stride would skip all imaginary parts
+    stride |= 1  # an even stride would skip all imaginary parts
     return numbers[::stride].copy()  # a view would keep the whole array alive
 
 

@@ -1,6 +1,6 @@
 """How errors name a step's outputs, and how the argument `ignore` refers to them.
 
-An output is named by its place in what the step returns, as in `result[0]['w']`. An
+The name of an output is its path in the step's result, such as `result[0]['w']`. An
 argument that the step changes in place is an output, too, such as `args[1].mean`.
 """
 

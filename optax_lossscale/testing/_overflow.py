@@ -123,7 +123,7 @@ def _state_not_returned(experiment):
 
 
 def _replicas_diverge(trial, judged):
-    """Reports outputs and loss scales of which two devices hold different copies.
+    """Reports outputs and loss scales whose copies differ between devices.
 
     Outputs that are not judged, such as each device's own loss, may differ. Loss scales
     are not among `trial.outputs`, and are always judged.
@@ -131,7 +131,7 @@ def _replicas_diverge(trial, judged):
     diverged = [
         path for path in trial.diverged if path in judged or path not in trial.outputs
     ]
-    return format_fault(_DIVERGED, diverged, _ONE_DECISION)
+    return format_fault(_DIVERGED, diverged, _DIVERGED_REMEDY)
 
 
 def _skip_not_counted(overflow_trials):
@@ -168,7 +168,7 @@ def _nan_not_skipped(experiment, carry, judged):
 _HEADLINE = "the step does not survive an overflow, or its devices drift apart."
 _CHANGED_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DIVERGED = "Devices hold copies of these outputs that differ:"
-_ONE_DECISION = """\
+_DIVERGED_REMEDY = """\
 So each device applies its own gradients, or decides from them alone whether to skip the step.
 Average the gradients over all devices before anything else, with jax.lax.pmean, and give
 with_loss_scale the axis_name."""

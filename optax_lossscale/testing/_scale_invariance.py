@@ -139,16 +139,20 @@ def _first_fault(experiment, ignore):
     So do the functions below, each of which looks for one fault.
     """
     trials = trials_at_falling_scales(experiment)
-    fault = scale_not_adapted(experiment.overflow_trials)
-    fault = fault or _hardly_ever_applied(experiment, trials)
+    overflow_trials = experiment.overflow_trials
+    fault = scale_not_adapted(overflow_trials) or _rarely_applied(experiment, trials)
     if fault:
         return fault
     highest = trials[0]  # the trial at the highest loss scale that is not skipped
     sweep = sweep_of(experiment, trials, without_ignored(ignore, highest.outputs))
     powers = powers_followed(sweep)
     carry = within(find_carry(experiment), sweep.outputs, experiment.floats)
-    compared = [*trials, experiment.overflow_trials[-1]]
-    dependent = {x: carry[x] for x in carry if _is_dependent(x, compared)}
+    compared = [*trials, overflow_trials[-1]]
+    dependent = {
+        output: argument
+        for output, argument in carry.items()
+        if _is_dependent(output, compared)
+    }
     return (
         _divided_twice(powers)
         or overflow_applied(experiment, highest, dependent)
@@ -160,7 +164,7 @@ def _first_fault(experiment, ignore):
     )
 
 
-def _hardly_ever_applied(experiment, trials):
+def _rarely_applied(experiment, trials):
     """Reports a step that is applied at too few loss scales to compare its outputs.
 
     Raises a `ValueError` if the outputs are not finite even at the lowest loss scale,
@@ -175,7 +179,7 @@ def _hardly_ever_applied(experiment, trials):
             "or inf in the arguments, the loss and the model; diagnose(loss_fn, "
             "params, batch) says where"
         )
-    return _NEVER.format(times=len(trials))
+    return _RARELY_APPLIED.format(times=len(trials))
 
 
 def _is_dependent(path, trials):
@@ -199,12 +203,12 @@ def _divided_twice(powers):
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
         return ""
-    return _list_powers(negative, _DIVIDED)
+    return _list_powers(negative, _DIVIDED_REMEDY)
 
 
 def _still_scaled(powers, sweep, highest):
     """Reports outputs that are computed from scaled gradients."""
-    # A silent step may have been skipped at some loss scales, which is a change, too.
+    # In a silent step, a change may only mean that the step was skipped.
     changes = {} if highest.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
@@ -212,7 +216,7 @@ def _still_scaled(powers, sweep, highest):
         if path not in powers
     ]
     fault = _list_powers(powers) + format_fault(_BY_A_CHANGE, other_changes)
-    return fault + _MULTIPLIED if fault else ""
+    return fault + _STILL_SCALED_REMEDY if fault else ""
 
 
 def _list_powers(powers, remedy=""):
@@ -254,7 +258,7 @@ def _master_weights_lost(experiment, highest, carry):
         rounded = outputs[weights].astype(np.float16)
         if candidates and not any(equal(x, rounded) for x in candidates):
             lost.append(weights)
-    return format_fault(_LOST, lost, _LAST)
+    return format_fault(_LOST, lost, _LOST_REMEDY)
 
 
 def _differs_at_growth(experiment, sweep):
@@ -279,7 +283,7 @@ def _differs_at_growth(experiment, sweep):
         is_float = expected.dtype == np.float64
         if is_float and (is_changed or becomes_nonfinite):
             different.append(path)
-    return format_fault(_AT_GROWTH, different, _ADAPTED)
+    return format_fault(_AT_GROWTH, different, _AT_GROWTH_REMEDY)
 
 
 @jax.jit
@@ -315,25 +319,25 @@ without growth:"""
 _NOT_FINITE = "Some gradients overflow, but the step is applied, and these become infinite or NaN:"
 _LOST = "These float32 copies of with_master_weights no longer match the parameters:"
 
-_DIVIDED = """\
+_DIVIDED_REMEDY = """\
 So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Compute
 them with value_and_scaled_grad(loss_fn, state), or from scale_gradient(loss, state), inside the
 step, with the state that it is given and not an older one or a scale kept beside it; leave the
 unscaling to the optimizer; and put anything that looks at the size of gradients, such as a clip,
 inside: with_loss_scale(optax.chain(clip, …))."""
-_MULTIPLIED = """\
+_STILL_SCALED_REMEDY = """\
 So they come from gradients that are still multiplied by the loss scale. To log a norm, unscale
 them first: get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an
 optax.chain sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). To log the loss
 scale, return ols.metrics(state). Name other outputs that are meant to depend on it in ignore=."""
-_ADAPTED = """\
+_AT_GROWTH_REMEDY = """\
 So gradients are unscaled by the new loss scale. Unscale them by the scale that the loss was
 multiplied by, which is in the state that the step is given, and adapt it afterwards."""
-_NEVER = """\
+_RARELY_APPLIED = """\
 It is skipped at all but {times} loss scales, although its outputs are finite. So gradients are
 multiplied by another scale than that of the state that the step is given, such as the scale of
 another optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
-_LAST = """\
+_LOST_REMEDY = """\
 So something changes the updates of with_master_weights, and each step loses the digits that the
 parameters cannot hold. Let nothing come after it, not even a transformation of your own: wrap the
 whole optimizer, with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""

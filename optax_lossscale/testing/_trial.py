@@ -36,8 +36,8 @@ class Trial:
       states: the states of loss scaling that the step returned or changed in place.
       skip_count_change: how much the highest count of skipped steps rose; zero or
         negative if the step returned no state.
-      diverged: the paths of outputs and loss scales of which two devices hold different
-        copies.
+      diverged: the paths of outputs and loss scales that are replicated, but differ
+        between devices.
     """
 
     loss_scale: LossScale
@@ -63,7 +63,7 @@ class Trial:
 
     @functools.cached_property
     def applied_flags(self) -> np.ndarray:
-        """Whether the step was applied, according to each output that tells; bools, (n,).
+        """Whether the step was applied, as each state or loss scale reports it; bools, (n,).
 
         A returned state has one flag per replica: its `should_apply`, or False if its
         loss scale is one that only a skipped step returns. If there are no states, each
@@ -86,17 +86,17 @@ class Trial:
 
     @property
     def is_silent(self) -> bool:
-        """Whether no output tells whether the step was applied."""
+        """Whether no output reports if the step was applied."""
         return self.applied_flags.size == 0
 
     @property
     def was_applied(self) -> bool:
-        """Whether no output tells that the step, or a part of it, was skipped."""
+        """Whether no output reports that the step, or a part of it, was skipped."""
         return self.skip_count_change <= 0 and bool(np.all(self.applied_flags))
 
     @property
     def was_skipped(self) -> bool:
-        """Whether at least one output tells that the step was skipped, and all agree."""
+        """Whether some output reports that the step was skipped, and none that it was not."""
         return not self.is_silent and not np.any(self.applied_flags)
 
     def returns_only(self, loss_scale: LossScale) -> bool:
