@@ -24,21 +24,21 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
-LAST_STEPS = 40  # whose mean loss is printed
+LAST_STEPS = 40  # how many steps the printed loss is averaged over
 HEADER = f"""\
 | run | loss of last {LAST_STEPS} steps | skipped | last scale |
 | --- | ---: | ---: | ---: |"""
 
 
 def loss_in_float32(params, tokens):
-    """One micro-batch's term of the mean loss: its loss divided by 1024."""
+    """Computes one micro-batch's term of the mean loss: its own loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 
 loss_in_float16 = ols.autocast(loss_in_float32)
 
-# Each run has a loss function and a loss scale. The dynamic one grows after 15 steps
-# instead of 2000, to show in a short run how it adapts.
+# The loss function and the loss scale of each run. The dynamic scale grows after 15
+# finite steps instead of 2000, so that a short run shows how it adapts.
 RUNS = {
     "float32": (loss_in_float32, None),
     "float16, no loss scaling": (loss_in_float16, None),
@@ -51,9 +51,12 @@ RUNS = {
 
 
 def make_train_step(loss_fn, loss_scale, steps):
-    """Makes the wrapped optimizer, and a compiled training step that uses it."""
+    """Builds the wrapped optimizer, and a compiled training step that uses it."""
     learning_rate = optax.warmup_cosine_decay_schedule(
-        0.0, 3e-3, steps // 10, steps + 1
+        init_value=0.0,
+        peak_value=3e-3,
+        warmup_steps=steps // 10,
+        decay_steps=steps + 1,
     )
     optimizer = optax.chain(
         optax.scale(MICRO_BATCHES),
@@ -73,7 +76,7 @@ def make_train_step(loss_fn, loss_scale, steps):
 
 
 def train(loss_fn, loss_scale, steps):
-    """Trains the model once; returns the metrics, each an array of shape (steps,)."""
+    """Trains the model once; returns the metrics, each of shape (steps,)."""
     tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
@@ -87,7 +90,7 @@ def train(loss_fn, loss_scale, steps):
 
 
 def row(name, history):
-    """The row of a run in the table."""
+    """Formats the table's row for a run."""
     final_loss = history["loss"][-LAST_STEPS:].mean()
     skipped = history["skipped_steps"][-1]
     exponent = history["log2_loss_scale"][-1]
@@ -95,8 +98,8 @@ def row(name, history):
 
 
 def draw(name, history, top, bottom):
-    """Draws the losses of a run, as a running mean over ten steps, and its scales."""
-    # The losses of the two scaled runs lie on top of float32's, so its line is wider.
+    """Draws a run's loss, as a running mean over ten steps, and its loss scale."""
+    # The two scaled runs draw over float32's line, so that line is wider.
     width = 5 if name == "float32" else 1.3
     losses = history["loss"]
     window = min(10, len(losses))
@@ -108,7 +111,7 @@ def draw(name, history, top, bottom):
 
 
 def main(arguments=None):
-    """Trains the model in each run, prints a table, and draws the losses and scales."""
+    """Trains the model once for each run, prints a table, and saves a plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     steps = parser.parse_args(arguments).steps

@@ -1,13 +1,13 @@
 """A small transformer that predicts the next byte of a text, in plain JAX.
 
-Activations have shape (batch, CONTEXT, width), and take the dtype of the parameters.
+Activations have shape (batch, CONTEXT, width) and the dtype of the parameters.
 """
 
 import jax
 import jax.numpy as jnp
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
 
-BYTES = 256  # the vocabulary
+BYTES = 256  # the size of the vocabulary
 CONTEXT = 64
 WIDTH = 128
 HEADS = 4
@@ -15,20 +15,20 @@ BLOCKS = 2
 
 
 def init(key, width=WIDTH, blocks=BLOCKS):
-    """The initial parameters, a tree of float32 arrays."""
+    """Draws the initial parameters, a tree of float32 arrays."""
     keys = jax.random.split(key, 4 * blocks + 3)
-    keys_of_blocks = keys[2:-1].reshape(blocks, 4)
+    block_keys = keys[2:-1].reshape(blocks, 4)
     return {
         "embedding": normal(keys[0], BYTES, width) * 4,
         "position": normal(keys[1], CONTEXT, width) * 0.5,
-        "blocks": [init_block(block_keys, width) for block_keys in keys_of_blocks],
+        "blocks": [init_block(layer_keys, width) for layer_keys in block_keys],
         "norm": jnp.ones(width),
         "head": normal(keys[-1], width, BYTES),
     }
 
 
 def init_block(keys, width):
-    """The parameters of a block: attention, and two dense layers."""
+    """Draws the parameters of one block: attention and two dense layers."""
     return {
         "norm1": jnp.ones(width),
         "qkv": normal(keys[0], width, 3 * width),
@@ -40,16 +40,16 @@ def init_block(keys, width):
 
 
 def normal(key, inputs, outputs):
-    """Weights of shape (inputs, outputs) that keep the variance of their inputs."""
+    """Draws weights of shape (inputs, outputs) that preserve their inputs' variance."""
     weights = jax.random.normal(key, (inputs, outputs))
     return weights * inputs**-0.5
 
 
 def loss(params, tokens):
-    """The mean cross-entropy of each next byte, in nats; float32, shape ().
+    """Computes the mean cross-entropy of the next bytes, in nats; float32, shape ().
 
     `tokens` has shape (batch, CONTEXT + 1). Norms, softmax and loss are computed in
-    float32, even if the parameters are cast to 16 bits.
+    float32 even if the parameters are cast to 16 bits.
     """
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
@@ -65,13 +65,13 @@ def loss(params, tokens):
 
 
 def block(weights, x):
-    """Attention, and then two dense layers, each added to its input."""
+    """Applies attention and then two dense layers, adding each result to its input."""
     x += attention(weights, normed(x, weights["norm1"]))
     return x + dense(weights, normed(x, weights["norm2"]))
 
 
 def normed(x, gain):
-    """RMS norm over the last axis, computed in float32, times a learned `gain`."""
+    """Applies an RMS norm over the last axis, in float32, and then a learned gain."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
     wide *= jax.lax.rsqrt(mean_square + 1e-6)
@@ -79,16 +79,17 @@ def normed(x, gain):
 
 
 def dense(weights, x):
-    """Two dense layers with a GELU between them."""
+    """Applies two dense layers with a GELU between them."""
     hidden = x @ weights["up"]
     hidden = jax.nn.gelu(hidden)
     return hidden @ weights["down"]
 
 
 def attention(weights, x):
-    """Causal multi-head attention, with the softmax in float32.
+    """Applies causal multi-head attention, with the softmax in float32.
 
-    It is written out, as `jax.nn.dot_product_attention` takes no float16 on CPU.
+    It is written out because `jax.nn.dot_product_attention` does not support float16 on
+    a CPU.
     """
     batch, length, width = x.shape
     qkv = x @ weights["qkv"]

@@ -1,4 +1,4 @@
-"""The text that the demo trains on: the source of Python's standard library."""
+"""Reads the text that the demo trains on: the source of Python's standard library."""
 
 import pathlib
 import sysconfig
@@ -11,7 +11,7 @@ BATCH = 16
 
 
 def read():
-    """The source of the standard library's top-level modules, one uint8 array."""
+    """Reads the standard library's top-level modules into one array of bytes, as uint8."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)
@@ -19,11 +19,14 @@ def read():
 
 
 def batches(text, steps, seed):
-    """Random excerpts of the text; int32, shape (steps, BATCH, CONTEXT + 1).
+    """Draws random excerpts of the text; int32, shape (steps, BATCH, CONTEXT + 1).
 
-    The same seed gives the same excerpts.
+    Each excerpt is CONTEXT bytes of input and the byte that follows them. The same seed
+    draws the same excerpts.
     """
     rng = np.random.default_rng(seed)
-    starts = rng.integers(0, len(text) - CONTEXT, (steps, BATCH, 1))
-    excerpts = text[starts + np.arange(CONTEXT + 1)]
+    num_starts = len(text) - CONTEXT
+    starts = rng.integers(num_starts, size=(steps, BATCH, 1))
+    offsets = np.arange(CONTEXT + 1)
+    excerpts = text[starts + offsets]
     return excerpts.astype(np.int32)

@@ -1,19 +1,22 @@
 """Assertions about training steps, for your own tests.
 
-Each takes a training step and its arguments. If the step is wrong, it raises an
-`AssertionError` that says how, names the outputs or source lines concerned, and
-suggests a fix.
+Each assertion gets a training step and arguments for it, as in
+`assert_scale_invariant(train_step, params, state, batch)`. If the step is wrong, the
+assertion raises an `AssertionError` that explains the mistake, names the outputs or
+source lines concerned, and suggests a fix.
 """
 
-# Two of the assertions know nothing of the step but what it does. Their evidence is
-# trials (`_trial.py`): runs of the step (`_experiment.py`) at other loss scales and with
-# other numbers, most of which say whether the step was applied.
-# - Where it was skipped, what comes back to the step (`_carry.py`) must be as it was
-#   given, and the loss scale must adapt (`_skipping.py`). `assert_survives_overflow`
-#   uses only runs like these.
-# - Where it was applied, at falling loss scales (`_sweep.py`), the outputs must be the
-#   same (`_dependence.py`), but for underflow. `assert_scale_invariant` uses both.
-# `assert_computes_in` runs nothing: it reads the traced program.
+# `assert_computes_in` reads the step's traced program, and runs nothing.
+#
+# The other two treat the step as a black box. An experiment (`_experiment.py`) runs it
+# at other loss scales and with perturbed arguments. Each run is a trial (`_trial.py`);
+# from its outputs, a trial can usually tell whether the step was skipped.
+# - If it was skipped, the loss scale must adapt (`_skipping.py`), and whatever the step
+#   passes on to the next step (`_carry.py`) must stay as it was.
+# - If it was applied, the outputs must be the same at all loss scales, except where
+#   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales, and
+#   `_dependence.py` finds differences that underflow does not explain.
+# `assert_survives_overflow` checks only skipped steps, `assert_scale_invariant` both.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

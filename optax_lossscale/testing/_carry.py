@@ -1,17 +1,25 @@
-"""The carry of a step: its outputs that come back to it, as the next step's arguments.
+"""Finds the carry of a step: the outputs that the next step gets as its arguments.
 
-A training step takes parameters, moments and batch statistics, and returns new ones,
-but nothing says which output is the new value of which argument. So it is found out by
-experiment, from trials with perturbed arguments.
+As in `jax.lax.scan`, the carry is what a loop passes from one step to the next, such as
+parameters, moments and batch statistics. Nothing in a step's signature says which
+output is the new value of which argument. In
 
-Three rules find it:
-1. An output that changes along with an argument of its size, in a similar place in its
-   tree, is its new value. That does not hold for a loss or a prediction.
-2. An output that depends on the argument at its own position, and is the same at an
-   overflow, is its new value, such as a hidden state that a recurrent layer has turned.
-3. If one array of a tree has been matched with one in a tree of the same form, so are
-   the others in both, and so are other trees of this form, in order. An average that
-   is first set to a copy does not depend on its old value, and is only found like this.
+    params, state, loss = step(params, state, batch)
+
+`result[0]` is the new `args[0]`, whereas `result[2]` is the new value of no argument.
+So the carry is found by perturbing one argument at a time and comparing the outputs. An
+argument that is changed in place is its own new value. Any other output counts as the
+new value of an argument by one of three rules:
+
+1. The output changes much as the argument does, has its size, and has a similar place
+   in its tree. This excludes losses and predictions.
+2. The output depends on the argument in the same position, and an overflow does not
+   change it. An example is the hidden state of a recurrent layer, which may rotate it,
+   so that the two changes are not alike.
+3. Another output in its tree was matched with the argument in the corresponding place
+   of a tree with the same structure; or its tree has the structure of trees that were
+   matched like this. An example is an average of parameters whose first value is a copy
+   of them. It does not depend on its old value yet, so no other rule finds it.
 """
 
 from collections import defaultdict
@@ -24,37 +32,38 @@ import numpy as np
 from optax_lossscale.testing._experiment import RESULT, Experiment
 from optax_lossscale.testing._numbers import Path, difference, equal, norm
 
-Carry = dict[Path, Path]  # the paths of arguments by those of their new values
+Carry = dict[Path, Path]  # maps outputs to the arguments that they are new values of
 
-_LEAST_COSINE = 0.5  # of the changes of an output and of the argument that it follows
-# The least likeness of the two changes. It is low, as a moving average keeps little of
-# a change.
-_LEAST_LIKENESS = 0.1
-_LEAST_DEPENDENCE = 1e-4  # a change that is smaller, relatively, may come from rounding
+# Thresholds for the changes of an argument and of an output that may be its new value.
+# The similarity may be low, because a moving average follows only part of a change.
+_MIN_COSINE = 0.5
+_MIN_SIMILARITY = 0.1
+_MIN_DEPENDENCE = 1e-4  # a relatively smaller change may come from rounding
 
 
-class Rank(NamedTuple):
-    """How well an output and an argument on which it depends match; higher is better.
+class Score(NamedTuple):
+    """How well an output matches an argument on which it depends; higher is better.
 
     Attributes:
-      depth: the length of the shorter one of their paths.
-      likeness: how alike their changes are, from 0 to 1.
+      depth: the length of the shorter one of the two paths.
+      similarity: how similar the changes of the two are, from 0 to 1.
     """
 
     depth: int
-    likeness: float
+    similarity: float
 
 
 def find_carry(experiment: Experiment) -> Carry:
-    """The outputs that come back, each with its argument.
+    """Finds all outputs that are new values of arguments.
 
-    Raises a `ValueError` if none does, and no loss scale or state comes back either.
+    Raises a `ValueError` if there are none, and the step returns no loss scale and no
+    state of loss scaling either.
     """
     baseline = experiment.baseline
-    ranks = _ranks(experiment.perturbed)
-    in_place = {path: path for path in baseline.outputs if path in baseline.given}
-    carry = _with_best_matches(in_place, ranks, experiment)
-    carry = _with_trees(carry, ranks, experiment)
+    scores = _scores(experiment.perturbed_pairs)
+    carry = {path: path for path in baseline.outputs if path in baseline.arguments}
+    carry = _with_best_matches(carry, scores, experiment)
+    carry = _with_trees(carry, scores, experiment)
     if not carry and baseline.is_silent:
         raise ValueError(
             "nothing that the step is given comes back from it: let it return its new "
@@ -68,7 +77,7 @@ def within(
     outputs: Iterable[Path],
     arguments: Collection[Path],
 ) -> Carry:
-    """The part of `carry` from these outputs to these arguments."""
+    """Restricts a carry to some of its outputs and arguments."""
     return {
         output: carry[output]
         for output in outputs
@@ -76,162 +85,170 @@ def within(
     }
 
 
-def _ranks(perturbed):
-    """The rank of each output with each argument on which it depends, by both paths.
+def _scores(perturbed_pairs):
+    """Scores each output with each argument on which it depends; keyed by both paths.
 
-    Of several pairs of trials, the one with the highest rank counts: at some loss
-    scales, the step may make NaNs, or change numbers by far more.
+    The best score over all pairs of trials counts, because the step may produce NaNs or
+    much larger changes at some loss scales.
     """
-    ranks = {}
-    for trial, other in perturbed:
-        moved = [x for x in trial.given if not equal(trial.given[x], other.given[x])]
+    scores = {}
+    for trial, perturbed in perturbed_pairs:
+        before = trial.arguments
+        after = perturbed.arguments
+        moved = [path for path in before if not equal(before[path], after[path])]
         for argument, output in product(moved, trial.outputs):
-            if output not in other.outputs or not _may_match(trial, output, argument):
+            if output not in perturbed.outputs:
                 continue
-            of_argument = difference(other.given[argument], trial.given[argument])
-            of_output = difference(other.outputs[output], trial.outputs[output])
-            if _depends(of_output, of_argument):
-                depth = min(len(output), len(argument))
-                rank = Rank(depth, _likeness(of_argument, of_output))
-                known = ranks.get((output, argument), rank)
-                ranks[output, argument] = max(rank, known)
-    return ranks
+            if not _may_match(trial, output, argument):
+                continue
+            argument_change = difference(after[argument], before[argument])
+            output_change = difference(perturbed.outputs[output], trial.outputs[output])
+            if norm(output_change) <= _MIN_DEPENDENCE * norm(argument_change):
+                continue
+            depth = min(len(output), len(argument))
+            score = Score(depth, _similarity(argument_change, output_change))
+            best = scores.get((output, argument), score)
+            scores[output, argument] = max(score, best)
+    return scores
 
 
 def _may_match(trial, output, argument):
-    """Whether an output has the size of an argument, and paths with the same last keys.
+    """Whether an output has the size of an argument and a similar path.
 
-    The first two keys, such as `args` and 0, do not count, nor do those by which one
-    path is longer.
+    Paths are compared from their ends, over the length of the shorter one, except for
+    its first two keys, such as `args` and 0.
     """
     size = trial.output_fingerprints[output].size
-    if size != trial.given_fingerprints[argument].size:
+    if size != trial.argument_fingerprints[argument].size:
         return False
-    inner = min(len(output) - 2, len(argument) - 2)
-    return inner <= 0 or output[-inner:] == argument[-inner:]
+    depth = min(len(output), len(argument)) - 2
+    return depth <= 0 or output[-depth:] == argument[-depth:]
 
 
-def _depends(of_output, of_argument):
-    """Whether an output changes with an argument by more than rounding."""
-    return norm(of_output) > _LEAST_DEPENDENCE * norm(of_argument)
+def _similarity(x, y):
+    """Computes how similar two changes are: 2x·y / (x·x + y·y).
 
-
-def _likeness(x, y):
-    """How alike two changes are: 2x·y / (x·x + y·y).
-
-    It is 1 for equal changes, and the cosine for changes of equal norm. It is 0 if the
-    cosine is not above `_LEAST_COSINE`.
+    The similarity is 1 for equal changes, and the cosine of the angle between changes
+    of equal norm. It is 0 if that cosine is not above `_MIN_COSINE`.
     """
-    along = x @ y
+    dot = x @ y
     x_square = x @ x
     y_square = y @ y
-    if along <= _LEAST_COSINE * np.sqrt(x_square * y_square):
+    if dot <= _MIN_COSINE * np.sqrt(x_square * y_square):
         return 0
-    return 2 * along / (x_square + y_square)
+    return 2 * dot / (x_square + y_square)
 
 
-def _with_best_matches(known, ranks, experiment):
-    """The carry with more outputs, each with the argument that it matches best."""
-    carry = dict(known)
-    taken = set(known.values())
-    for output, argument in sorted(ranks, key=ranks.get, reverse=True):
-        follows = ranks[output, argument].likeness > _LEAST_LIKENESS
-        comes_back = follows or _is_in_order(output, argument, experiment)
-        if comes_back and output not in carry and argument not in taken:
+def _with_best_matches(carry, scores, experiment):
+    """Extends a carry by rules 1 and 2, pairing the best matches first."""
+    carry = dict(carry)
+    matched_arguments = set(carry.values())
+    for output, argument in sorted(scores, key=scores.get, reverse=True):
+        is_similar = scores[output, argument].similarity > _MIN_SIMILARITY
+        is_new_value = is_similar or _is_in_position(output, argument, experiment)
+        is_free = output not in carry and argument not in matched_arguments
+        if is_new_value and is_free:
             carry[output] = argument
-            taken.add(argument)
+            matched_arguments.add(argument)
     return carry
 
 
-def _is_in_order(output, argument, experiment):
-    """Whether an output has an argument's position, and is the same at an overflow.
+def _is_in_position(output, argument, experiment):
+    """Whether an output has an argument's position and is not changed by an overflow.
 
-    A step returns what it carries in the order in which it takes it, so an output that
-    depends on the argument in its position is its new value, if no gradient is in it.
-    A single number may be a loss.
+    Steps return their carry in the order of their arguments. So an output that depends
+    on the argument in its position is the new value of that argument, unless it is
+    computed from gradients, which an overflow would show. Single numbers are excluded,
+    as they may be losses.
     """
     usual = experiment.baseline.output_fingerprints[output]
-    at_overflow = experiment.overflowing[-1].output_fingerprints.get(output)
-    is_in_order = output[1:] == argument[1:]
-    return is_in_order and usual.size > 1 and usual == at_overflow
+    overflow_trial = experiment.overflow_trials[-1]
+    at_overflow = overflow_trial.output_fingerprints.get(output)
+    is_in_position = output[1:] == argument[1:]
+    return is_in_position and usual.size > 1 and usual == at_overflow
 
 
-def _with_trees(known, ranks, experiment):
-    """The carry with all arrays of its trees, and of other trees of their form.
+def _with_trees(carry, scores, experiment):
+    """Extends a carry by rule 3, from single arrays to whole trees.
 
-    For example, if a step returns `{"mean": …, "var": …}` of batch statistics, and its
-    mean is known to come back, so does its variance. Another tree of this form is left
-    out if one of its outputs depends on its argument: as it was not matched, it does not
-    follow it, and is a prediction or the like. Trees with an optimizer's counts are not.
+    For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
+    their mean is in the carry, their variance is, too. If the step accepts and returns
+    a second tree with the same structure, that tree is in the carry as well, unless one
+    of its outputs depends on the argument in its place. Rules 1 and 2 did not match
+    these two, so the output may be a prediction. A tree that holds an optimizer's
+    counts needs no such match and is always in the carry.
     """
-    baseline = experiment.baseline
-    outputs = baseline.output_fingerprints
+    outputs = experiment.baseline.output_fingerprints
     returned = {path: x for path, x in outputs.items() if path[0] == RESULT}
-    results = _forms(returned, shallowest=1)
-    arguments = _forms(baseline.given_fingerprints, shallowest=2)
+    results = _structures(returned, min_depth=1)
+    arguments = _structures(experiment.baseline.argument_fingerprints, min_depth=2)
     matched = {
         output: argument
-        for output, argument in _trees_around(known)
-        if results.get(output) == arguments.get(argument, ())
+        for output, argument in _enclosing_trees(carry)
+        if output in results and results[output] == arguments.get(argument)
     }
-    carry = dict(known)
     for output, argument in matched.items():
-        carry = _pairs_inside(output, argument, results[output]) | carry
-    known_forms = {results[output] for output in matched}
-    for output, argument in _others(results, arguments, matched):
-        form = results[output]
-        pairs = _pairs_inside(output, argument, form)
-        is_like_known = form in known_forms and ranks.keys().isdisjoint(pairs.items())
-        if is_like_known or _has_counts(pairs, experiment):
+        carry = _leaf_pairs(output, argument, results[output]) | carry
+    known_structures = {results[output] for output in matched}
+    for output, argument in _unmatched_trees(results, arguments, matched):
+        structure = results[output]
+        pairs = _leaf_pairs(output, argument, structure)
+        has_dependence = not scores.keys().isdisjoint(pairs.items())
+        has_counts = not experiment.counts.isdisjoint(pairs.values())
+        is_known = structure in known_structures
+        if has_counts or (is_known and not has_dependence):
             carry = pairs | carry
     return carry
 
 
-def _pairs_inside(output, argument, form):
-    """The arrays of an output tree, each with that of an argument tree in its place."""
-    return {output + inner: argument + inner for inner, _ in form}
+def _leaf_pairs(output, argument, structure):
+    """Pairs each array in an output tree with the one in its place in an argument tree."""
+    return {output + subpath: argument + subpath for subpath, _ in structure}
 
 
-def _has_counts(pairs, experiment):
-    """Whether an optimizer's counts are among the arguments of these pairs."""
-    return not experiment.counts.isdisjoint(pairs.values())
+def _structures(fingerprints, min_depth):
+    """Returns the structure of each tree that contains some of the arrays, by path.
 
-
-def _forms(fingerprints, shallowest):
-    """The form of each tree, by its path: the paths and sizes of the arrays inside."""
+    A structure is the set of the paths and sizes of all arrays in a tree. Trees whose
+    paths are shorter than `min_depth` are left out.
+    """
     trees = defaultdict(set)
     for path, x in fingerprints.items():
-        for depth in range(shallowest, len(path)):
-            trees[path[:depth]].add((path[depth:], x.size))
-    return {top: frozenset(tree) for top, tree in trees.items()}
+        for depth in range(min_depth, len(path)):
+            array = (path[depth:], x.size)
+            trees[path[:depth]].add(array)
+    return {tree: frozenset(arrays) for tree, arrays in trees.items()}
 
 
-def _trees_around(carry):
-    """The paths of trees in which pairs of the carry have the same place."""
+def _enclosing_trees(carry):
+    """Returns pairs of trees that hold an output and its argument in the same place."""
     trees = {}
     for output, argument in carry.items():
-        for inner in range(1, min(len(output), len(argument))):
-            if output[-inner:] == argument[-inner:]:
-                trees[output[:-inner], argument[:-inner]] = True
+        for depth in range(1, min(len(output), len(argument))):
+            if output[-depth:] == argument[-depth:]:
+                trees[output[:-depth], argument[:-depth]] = True
     return list(trees)
 
 
-def _others(results, arguments, matched):
-    """Pairs of the other output and argument trees of one form, in order.
+def _unmatched_trees(results, arguments, matched):
+    """Pairs the other output and argument trees that have the same structure, in order.
 
-    There must be as many of both.
+    Structures that occur more often on one side than on the other are left out.
     """
-    outputs_of = defaultdict(list)
-    for top, form in results.items():
-        if top not in matched:
-            outputs_of[form].append(top)
-    taken = set(matched.values())
-    arguments_of = defaultdict(list)
-    for top, form in arguments.items():
-        if top not in taken:
-            arguments_of[form].append(top)
+    outputs_by_structure = _by_structure(results, matched)
+    arguments_by_structure = _by_structure(arguments, set(matched.values()))
     pairs = []
-    for form, tops in arguments_of.items():
-        if len(tops) == len(outputs_of[form]):
-            pairs += zip(outputs_of[form], tops, strict=True)
+    for structure, argument_trees in arguments_by_structure.items():
+        output_trees = outputs_by_structure[structure]
+        if len(output_trees) == len(argument_trees):
+            pairs += zip(output_trees, argument_trees, strict=True)
     return pairs
+
+
+def _by_structure(structures, excluded):
+    """Returns the paths of the trees of each structure, without the excluded ones."""
+    trees = defaultdict(list)
+    for tree, structure in structures.items():
+        if tree not in excluded:
+            trees[structure].append(tree)
+    return trees

@@ -1,4 +1,8 @@
-"""The assertion that matrix products and convolutions are in the intended dtype."""
+"""`assert_computes_in`: matrix products and convolutions compute in the intended dtype.
+
+The assertion reads the table that `dtype_report` makes of the traced step, and lists
+the products in it that are in another dtype.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,29 +17,30 @@ from optax_lossscale._diagnosis.dtypes import dtype_report, rows_of
 def assert_computes_in(
     step: Callable[..., Any], dtype: DTypeLike, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Raises if a training step has matrix products or convolutions in another dtype.
+    """Raises if a training step computes matrix products or convolutions in another dtype.
 
-    A model whose parameters are cast to float16 may compute in float32 all the same:
-    one float32 input is enough, and the loss does not show it.
+    A model whose parameters are cast to float16 may still compute in float32: a single
+    float32 input is enough, and the loss does not reveal it.
 
-    The step is traced, but neither compiled nor run. All products that `dtype_report`
-    lists are looked at, except products of integers, products in Optax's own
-    optimizers, such as Muon's, and products that are meant to stay wide: with
-    `precision=jax.lax.Precision.HIGHEST`, or under
+    The step is traced, but neither compiled nor run. The assertion checks every product
+    that `dtype_report` lists, with three exceptions: products of integers; products in
+    Optax's own optimizers, such as Muon; and products that are meant to stay wide,
+    because they have `precision=jax.lax.Precision.HIGHEST` or were traced under
     `jax.default_matmul_precision("highest")`.
 
     Args:
-      step: the training step, compiled or not, or any function that JAX can trace, such
-        as one that only returns the model's gradients.
+      step: the training step, compiled or not, or any other function that JAX can
+        trace, such as one that only computes the model's gradients.
       dtype: the floating-point dtype to compute in, such as `jnp.float16`.
-      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in place of each; trees
-        and modules of them. Anything else is passed on as it is.
-      **kwargs: its keyword arguments, likewise.
+      *args: the step's arguments: arrays, a `jax.ShapeDtypeStruct` in place of any
+        array, or trees and modules of these. Other objects are passed on unchanged.
+      **kwargs: the step's keyword arguments, likewise.
 
     Raises:
-      AssertionError: if products or convolutions compute in another dtype. It names the
-        lines of your source that made them, with their share of the multiplications.
-      ValueError: if there are no products to look at, or if `dtype` is not a
+      AssertionError: if products or convolutions compute in another dtype. The error
+        names your source lines that compute them, with their share of the
+        multiplications.
+      ValueError: if there are no products to check, or if `dtype` is not a
         floating-point dtype.
       TypeError: if `step` is not a function.
 
@@ -55,32 +60,36 @@ def assert_computes_in(
     validation.check_function("step", step)
     dtype = validation.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
-    products = [p for p in report.products if jnp.issubdtype(p.dtype, jnp.inexact)]
-    judged = [p for p in products if p.dtype == dtype or not p.by_choice]
+    judged = []
+    for product in report.products:
+        is_float = jnp.issubdtype(product.dtype, jnp.inexact)
+        is_exempt = product.by_choice and product.dtype != dtype
+        if is_float and not is_exempt:
+            judged.append(product)
     if not judged:
         raise ValueError(
             "there is no matrix product or convolution to judge: pass the training "
             f"step, or the function that computes its gradients. This one has\n{report}"
         )
-    wrong = [p for p in judged if p.dtype != dtype]
+    wrong = [product for product in judged if product.dtype != dtype]
     if wrong:
-        text = _WRONG.format(
-            number=sum(p.count for p in wrong),
-            total=sum(p.count for p in judged),
+        message = _WRONG.format(
+            number=sum(product.count for product in wrong),
+            total=sum(product.count for product in judged),
             dtype=dtype,
             rows="\n".join(rows_of(wrong, report)),
             source=wrong[0].source,
         )
-        raise AssertionError(text)
+        raise AssertionError(message)
 
 
 _WRONG = """\
 {number} of {total} matrix products and convolutions compute in another dtype than {dtype}:
 {rows}
 The first of them in the program is at {source}.
-A product is computed in the widest dtype that it is given, one of float16 with bfloat16 in
-float32. Call the loss function through
-ols.autocast, which computes the products of a float32 model in 16 bits. Or cast both operands to
-{dtype}, or give the module dtype=jnp.{dtype}: if the list shows float16→float32 for
-one operand, cast the other. To keep a product wide, compute it with
-precision=jax.lax.Precision.HIGHEST or under jax.default_matmul_precision("highest")."""
+A product is computed in the wider dtype of its two operands, or in float32 if one operand is
+float16 and the other is bfloat16. Call the loss function through ols.autocast, which computes the
+products of a float32 model in 16 bits. Or cast both operands to {dtype}, or give the module
+dtype=jnp.{dtype}: if the list shows float16→float32 for one operand, cast the other. To keep a
+product wide, compute it with precision=jax.lax.Precision.HIGHEST or under
+jax.default_matmul_precision("highest")."""

@@ -1,15 +1,19 @@
-"""Whether a step's outputs depend on the loss scale, from a sweep of loss scales.
+"""Decides from a sweep whether a step's outputs depend on the loss scale.
 
-A loss scale that is a power of two changes no digit of a correct step's gradients. So
-its outputs are the same, bit for bit, wherever nothing overflows and nothing
-underflows. After an overflow the step is skipped, and skipped trials are not compared.
-What remains is underflow, which grows as the loss scale falls: each halving takes a bit
-from the smallest gradients, and then from larger ones.
+Multiplying the loss by a power of two changes no digit of a correct step's gradients.
+So its outputs are equal bit for bit at all loss scales at which nothing overflows or
+underflows. Steps that overflow are skipped, and a sweep leaves them out. What remains
+is underflow, which becomes worse as the loss scale falls: each halving of the scale
+removes one more bit from the smallest gradients, and later from larger ones.
 
-An output of a wrong step shows one of two signs. It may follow a power of the loss
-scale. Or it changes by more between two neighbouring loss scales than between any lower
-ones, which underflow cannot explain. The exception is a number that underflow takes as
-a whole, such as the sign of a gradient, which changes all at once.
+An output of a wrong step shows one of two signs:
+
+- It is a linear function of a power of the loss scale. For example, a norm of scaled
+  gradients is proportional to the scale itself.
+- It changes too much where the loss scale is still high: as much as between any two
+  neighbouring scales below, or nearly so. Changes caused by underflow start small and
+  grow as the scale falls. The exception is a number that underflow changes all at once,
+  such as the sign of a gradient.
 """
 
 import numpy as np
@@ -18,21 +22,22 @@ from optax_lossscale.testing._numbers import Path, difference, norm
 from optax_lossscale.testing._sweep import Sweep
 
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
-# How far apart the slopes of neighbours may be, relatively. Changes by rounding in
-# float16 may have any slopes, which are hardly ever that close at three neighbours.
-_TOLERANCE = 0.02
-# Float16 has 40 exponents between overflow and zero. Down to this far below the highest
-# loss scale, few gradients underflow, and those are small.
+# The largest relative difference of two neighbouring slopes on a straight line. Rounding
+# in float16 may cause any slopes, but three in a row are hardly ever this close.
+_SLOPE_TOLERANCE = 0.02
+# How far below the highest loss scale a float16 step is judged. Float16 has 40 exponents
+# between overflow and zero; down to here, few gradients underflow, and only small ones.
 _REACH = 20
-# A change by underflow is at most this much of the largest one at lower loss scales.
-_DIES_AWAY = 2 / 3
+# Between two neighbouring scales, underflow changes an output by at most this share of
+# the output's largest change between lower scales.
+_UNDERFLOW_DECAY = 2 / 3
 
 
-def powers(sweep: Sweep) -> dict[Path, float]:
-    """The power of the loss scale that each output follows, if it follows one.
+def powers_followed(sweep: Sweep) -> dict[Path, float]:
+    """Returns the power of the loss scale that each output follows, by path.
 
-    It follows one if its values at four neighbouring scales are a linear function of
-    that power of the scale.
+    An output follows a power if its values at any four neighbouring loss scales are a
+    linear function of that power of the scale. Other outputs are left out.
     """
     followed = {}
     for path, values in sweep.outputs.items():
@@ -43,69 +48,71 @@ def powers(sweep: Sweep) -> dict[Path, float]:
 
 
 def _is_linear(values, x):
-    """Whether some four neighbouring rows are a linear, non-constant function of x."""
-    slopes = _steps(values) / np.diff(x)[:, None]
+    """Whether any four neighbouring rows are a linear, non-constant function of x."""
+    slopes = _changes(values) / np.diff(x)[:, None]
     steepness = norm(slopes)
-    least_steep = np.minimum(steepness[:-1], steepness[1:])
-    bends = norm(_steps(slopes))
-    is_straight = (least_steep > 0) & (bends <= _TOLERANCE * least_steep)
+    min_steepness = np.minimum(steepness[:-1], steepness[1:])
+    bends = norm(_changes(slopes))
+    is_straight = (min_steepness > 0) & (bends <= _SLOPE_TOLERANCE * min_steepness)
     is_straight_twice = is_straight[:-1] & is_straight[1:]
     return bool(is_straight_twice.any())
 
 
 def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
-    """By path, where each output changes by more than underflow explains.
+    """Finds outputs that change by more than underflow explains.
 
-    The values are the exponents of the highest two neighbouring loss scales between
-    which it does, the higher one first. Other outputs are left out. A step in which all
-    gradients can underflow is judged by its higher loss scales.
+    If all gradients of a step can underflow, only its higher loss scales are judged.
+
+    Returns:
+      For each such output, the exponents of the two neighbouring loss scales between
+      which it changes: of the highest pair if there are several, the higher one first.
     """
     exponents = sweep.exponents
     reach = _REACH if sweep.underflowed else np.inf
     is_in_reach = exponents[1:] >= exponents[0] - reach
     underflows = {path: _underflows(sweep, path) for path in sweep.outputs}
-    where_any = [x.any(axis=1) for x in underflows.values()]
-    how_many_underflow = np.sum(where_any, axis=0)
+    has_underflow = {path: x.any(axis=1) for path, x in underflows.items()}
+    num_underflowing = sum(has_underflow.values())
     unexplained = {}
     for path, values in sweep.outputs.items():
-        # Where numbers of another output underflow, an output that is computed from
-        # many numbers may change for that reason.
-        others_underflow = how_many_underflow > underflows[path].any(axis=1)
-        changes = np.where(underflows[path], 0, _steps(values))
-        is_unexplained = norm(changes) > _explained(sweep, path)
-        where = np.flatnonzero(is_unexplained & is_in_reach & ~others_underflow)
-        if where.size:
-            first = where[0]
+        # An output that is computed from many numbers, such as a norm, may change where
+        # one of them underflows. That underflow shows in another output, such as a moment.
+        others_underflow = num_underflowing > has_underflow[path]
+        changes = np.where(underflows[path], 0, _changes(values))
+        is_unexplained = norm(changes) > _explained_change(sweep, path)
+        is_fault = is_unexplained & is_in_reach & ~others_underflow
+        if is_fault.any():
+            first = int(is_fault.argmax())
             unexplained[path] = exponents[first], exponents[first + 1]
     return unexplained
 
 
 def _underflows(sweep, path):
-    """Which numbers underflow between which loss scales; bools, (scales - 1, numbers).
+    """Whether each number underflows between two neighbouring scales; (scales - 1, numbers).
 
-    A number underflows between two scales if it equals its value without gradients at
-    the lower one, and differs from it at the higher one.
-    If the output is a single number, it may be a flag of how large gradients are, and
-    does not count.
+    A number underflows between two loss scales if it has the value that it has without
+    gradients at the lower scale, but not at the higher one. An output that is a single
+    number never counts as underflowing: it may be a flag of how large gradients are.
     """
     before = sweep.outputs[path][:-1]
     after = sweep.outputs[path][1:]
-    may_be_a_flag = before.shape[1] == 1
-    if path not in sweep.underflowed or may_be_a_flag:
+    may_be_flag = before.shape[1] == 1
+    if path not in sweep.underflowed or may_be_flag:
         return np.zeros(before.shape, bool)
     is_without_gradients = after == sweep.underflowed[path]
     return is_without_gradients & (before != after)
 
 
-def _explained(sweep, path):
-    """By how much underflow and rounding may change an output; shape (scales - 1,)."""
+def _explained_change(sweep, path):
+    """Computes how much underflow and rounding may change an output; (scales - 1,)."""
     values = sweep.outputs[path]
-    sizes = norm(_steps(values))
-    largest_down_from = np.maximum.accumulate(sizes[::-1])[::-1]
-    largest_below = np.append(largest_down_from[1:], 0)
-    return np.maximum(_DIES_AWAY * largest_below, sweep.negligible(path, values[:-1]))
+    sizes = norm(_changes(values))
+    largest_from_here = np.maximum.accumulate(sizes[::-1])[::-1]
+    largest_below = np.append(largest_from_here[1:], 0)
+    by_underflow = _UNDERFLOW_DECAY * largest_below
+    return np.maximum(by_underflow, sweep.tolerance(path, values[:-1]))
 
 
-def _steps(values):
-    """The difference of each row from the one before."""
-    return difference(values[1:], values[:-1])
+def _changes(rows):
+    """Subtracts from each row the row before it."""
+    return difference(rows[1:], rows[:-1])

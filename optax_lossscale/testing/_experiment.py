@@ -1,15 +1,16 @@
-"""Trials of a training step: runs on copies of its arguments, with other numbers.
+"""Runs a training step on copies of its arguments, with some of their values replaced.
 
-An `Experiment` has the step and its arguments, and finds the loss scale among them. For
-each trial it copies the arguments, puts in a loss scale and perhaps other numbers,
-calls the step, and reads what comes out.
+An `Experiment` holds the step and its arguments, and finds the loss scale among them.
+Each run of the step is a `Trial`. For example, `experiment.trial_at(10)` copies the
+arguments, replaces the loss scale by 2**10, calls the step, and records what the step
+returned and which arguments it changed in place.
 """
 
 import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -36,21 +37,27 @@ from optax_lossscale.testing._numbers import (
 )
 from optax_lossscale.testing._trial import Trial
 
-RESULT = DictKey("result")  # the first key of what the step returns
-_HIGH = 126  # the exponent of a finite loss scale at which most gradients overflow
-_PERTURBATION = 2.0**-4  # relative to the number; of zero, the perturbation itself
+RESULT = DictKey("result")  # the first key in the path of whatever the step returns
+_HIGH_EXPONENT = 126  # 2**126 is finite, but most gradients overflow at it
+_PERTURBATION = 2.0**-4  # relative to a number; absolute for a zero
 
 
 class Experiment:
-    """A step and its arguments, which are never changed, to make trials of.
+    """A step and its arguments, from which trials are made.
 
-    `name` is that of the assertion, for errors.
+    The arguments are copied for each trial and never change.
+
+    Args:
+      name: the name of the assertion that runs the experiment, for errors.
+      step: the training step.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
 
     Attributes:
-      loss_scale: the one loss scale among the arguments, on the host.
+      loss_scale: the loss scale among the arguments, on the host.
       has_state: whether a state of loss scaling is among the arguments.
-      floats: the floating-point and complex arrays among the arguments, by their paths.
-        A Python number, such as a rate, is no array.
+      floats: the floating-point and complex arrays among the arguments, by path. Python
+        numbers, such as a learning rate, are not included.
       counts: the paths of the integers in Optax's own states, such as Adam's `count`.
     """
 
@@ -65,24 +72,25 @@ class Experiment:
         self._step = step
         self._arguments = {"args": args, "kwargs": kwargs}
         loss_scales = loss_scales_in(self._arguments)
-        adaptive = list(filter(jax.tree.leaves, loss_scales))
+        adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
-        # A fixed loss scale has no number to vary. It counts only if all are fixed.
-        counted = adaptive or loss_scales[:1]
-        self.loss_scale = jax.device_get(get_loss_scale(counted))
+        # A fixed loss scale has no value that could be replaced, so it counts only if
+        # there is no other one.
+        candidates = adaptive or loss_scales[:1]
+        self.loss_scale = jax.device_get(get_loss_scale(candidates))
         states = nodes_in(self._arguments, _is_state)
         self.has_state = bool(states)
-        self._skipped_steps = _skipped_steps(states)
+        self._skip_count = _skip_count(states)
         self.floats = {
             path: np.asarray(jax.device_get(x))
             for path, x in arrays_in(self._arguments).items()
             if hasattr(x, "dtype") and is_inexact_leaf(x)
         }
-        of_optax = nodes_in(self._arguments, lambda x: name_in_optax(x) is not None)
+        optax_states = nodes_in(self._arguments, lambda x: name_in_optax(x) is not None)
         self.counts = {
-            path + inner
-            for path, state in of_optax.items()
-            for inner, x in arrays_in(state).items()
+            path + subpath
+            for path, state in optax_states.items()
+            for subpath, x in arrays_in(state).items()
             if jnp.issubdtype(dtype_of(x), jnp.integer)
         }
 
@@ -92,54 +100,58 @@ class Experiment:
         return self.trial(self.loss_scale)
 
     @cached_property
-    def overflowing(self) -> list[Trial]:
-        """Trials at loss scales at which gradients overflow.
+    def overflow_trials(self) -> list[Trial]:
+        """Trials at loss scales so large that gradients overflow.
 
-        The last one is at an infinite loss scale, where all gradients overflow. If the
-        step raises an error there, the last one is at 2**126.
+        The last trial is at an infinite loss scale, where all gradients overflow, or at
+        2**126 if the step raises an error at an infinite one.
         """
-        if not jax.tree.leaves(self.loss_scale):
+        if not _can_adapt(self.loss_scale):
             return [self.trial(self.loss_scale, is_infinite=True)]
-        trials = [self.at(_HIGH)]
-        # The step may raise an error there, such as that of `raise_if_stuck`, or of a
-        # logger that converts the scale to an integer.
+        trials = [self.trial_at(_HIGH_EXPONENT)]
+        # A step may raise an error at infinity, for example by `raise_if_stuck`, or in
+        # a logger that converts the loss scale to an integer.
         with contextlib.suppress(Exception):
-            trials.append(self.at(np.inf))
+            trials.append(self.trial_at(np.inf))
         return trials
 
     @cached_property
-    def perturbed(self) -> list[tuple[Trial, Trial]]:
-        """Pairs of trials; in the second one, the floats of one argument are perturbed.
+    def perturbed_pairs(self) -> list[tuple[Trial, Trial]]:
+        """Pairs of trials that differ in the floats of one argument.
 
-        For each argument there are two pairs: at the loss scale that was given, and at
-        the highest one.
+        In the second trial of a pair, these floats are perturbed. There are two pairs
+        for each argument: one at the original loss scale, and one at the highest.
         """
-        random = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         pairs = []
         for _, paths in itertools.groupby(self.floats, key=lambda path: path[:2]):
-            numbers = {path: _perturbed(self.floats[path], random) for path in paths}
-            for trial in (self.baseline, self.overflowing[-1]):
-                other = self.trial(trial.loss_scale, numbers, trial.is_infinite)
-                pairs.append((trial, other))
+            values = {path: _perturb(self.floats[path], rng) for path in paths}
+            for trial in (self.baseline, self.overflow_trials[-1]):
+                perturbed = self.trial(trial.loss_scale, values, trial.is_infinite)
+                pairs.append((trial, perturbed))
         return pairs
 
     @property
-    def to_be_skipped(self) -> list[Trial]:
-        """The trials that overflow, and those with perturbed arguments.
+    def possibly_skipped(self) -> list[Trial]:
+        """The trials in which the step may be skipped.
 
-        Where Adam's moments are zero, an update that was wrongly run on zero gradients
-        changes nothing. With perturbed moments it does.
+        These are the overflow trials and all trials with perturbed arguments. The
+        latter reveal an update that a step wrongly runs on zero gradients: while Adam's
+        moments are zero, it changes no parameter, but with perturbed moments it does.
         """
-        return self.overflowing + [other for _, other in self.perturbed]
+        return self.overflow_trials + [trial for _, trial in self.perturbed_pairs]
 
-    def with_nan(self, path: Path) -> Trial:
-        """The trial with a NaN in the array at this path among the arguments."""
-        numbers = self.floats[path].copy()
-        numbers.flat[0] = np.nan
-        return self.trial(self.loss_scale, {path: numbers})
+    def trial_with_nan(self, path: Path) -> Trial:
+        """Runs the step with a NaN in one of the arrays among its arguments."""
+        values = self.floats[path].copy()
+        values.flat[0] = np.nan
+        return self.trial(self.loss_scale, {path: values})
 
-    def at(self, exponent: float) -> Trial:
-        """The trial at the loss scale 2**exponent, with the counters as given."""
+    def trial_at(self, exponent: float) -> Trial:
+        """Runs the step at the loss scale 2**exponent.
+
+        The rest of the loss scale's state, such as its counters, is not replaced.
+        """
         scales = np.full_like(self.loss_scale.loss_scale, 2.0**exponent)
         loss_scale = self.loss_scale.replace(loss_scale=scales)
         return self.trial(loss_scale, is_infinite=math.isinf(exponent))
@@ -147,23 +159,26 @@ class Experiment:
     def trial(
         self,
         loss_scale: LossScale,
-        numbers: Mapping[Path, Any] = MappingProxyType({}),
+        values: Mapping[Path, Any] = MappingProxyType({}),
         is_infinite: bool = False,
     ) -> Trial:
-        """Runs the step with this loss scale, and with other numbers at some paths.
+        """Runs the step once.
 
-        `is_infinite` says whether this loss scale is infinite. If so, fixed loss scales
-        are made infinite as well.
+        Args:
+          loss_scale: replaces the loss scale among the arguments.
+          values: replace the arrays at their paths among the arguments.
+          is_infinite: whether `loss_scale` is infinite. If so, fixed loss scales are
+            made infinite as well.
         """
         loss_scale = jax.device_get(loss_scale)
-        others = {**numbers, **self._numbers_of(loss_scale)}
-        arguments = _copied(self._arguments, others)
+        replacements = {**values, **self._values_of(loss_scale)}
+        arguments = _copy_tree(self._arguments, replacements)
         inputs = arrays_in(arguments)
-        # They are read before the step may donate them.
-        given_numbers = _samples(inputs)
-        given_fingerprints = _fingerprints(inputs)
-        # These arrays are kept alive, so that no output gets the id of one of them.
-        old = jax.tree.leaves(without_variables(arguments))
+        # The inputs are read now, because the step may donate their buffers.
+        input_samples = _samples(inputs)
+        input_fingerprints = _fingerprints(inputs)
+        # Holding on to the old leaves keeps Python from reusing their ids for outputs.
+        old_leaves = jax.tree.leaves(without_variables(arguments))
         with (
             jax.debug_nans(False),
             jax.debug_infs(False),
@@ -171,111 +186,124 @@ class Experiment:
             OVERFLOWS(is_infinite and self._has_fixed),
         ):
             result = self._step(*arguments["args"], **arguments["kwargs"])
-        after = {RESULT.key: result, **arguments}
-        outputs = _made(arrays_in(after), old)
-        states = _made(nodes_in(after, _is_state), old)
-        loss_scales = _made(_adaptive_in(after), old)
-        on_devices = outputs | loss_scales
+        tree = {RESULT.key: result, **arguments}
+        outputs = _only_new(arrays_in(tree), old_leaves)
+        states = _only_new(nodes_in(tree, _is_state), old_leaves)
+        loss_scales = _only_new(_adaptive_in(tree), old_leaves)
+        replicated = outputs | loss_scales
         return Trial(
             loss_scale=loss_scale,
             is_infinite=is_infinite,
-            given=given_numbers,
-            given_fingerprints=given_fingerprints,
+            arguments=input_samples,
+            argument_fingerprints=input_fingerprints,
             outputs=_samples(outputs),
             output_fingerprints=_fingerprints(outputs),
             loss_scales=jax.device_get(list(loss_scales.values())),
             states=jax.device_get(list(states.values())),
-            more_skipped=_skipped_steps(states) - self._skipped_steps,
-            diverged=[path for path, x in on_devices.items() if replicas_differ(x)],
+            skip_count_change=_skip_count(states) - self._skip_count,
+            diverged=[path for path, x in replicated.items() if replicas_differ(x)],
         )
 
-    def _numbers_of(self, loss_scale):
-        """The numbers of a loss scale, by their paths among the arguments.
+    def _values_of(self, loss_scale):
+        """Returns the leaves of a loss scale, by their paths among the arguments.
 
-        If several states hold copies of it, each copy gets the same numbers.
+        If several states among the arguments hold a copy of the loss scale, the leaves
+        are returned for each copy.
         """
-        inside = jax.tree.leaves_with_path(loss_scale)
-        return {
-            path + inner: number
-            for path in _adaptive_in(self._arguments)
-            for inner, number in inside
-        }
+        values = {}
+        for path in _adaptive_in(self._arguments):
+            for subpath, value in jax.tree.leaves_with_path(loss_scale):
+                values[path + subpath] = value
+        return values
 
 
 def log2_of(loss_scale: LossScale) -> float:
-    """The log2 of a loss scale, or of the highest one of several replicas."""
+    """Computes the log2 of a loss scale; replicas count by their highest scale."""
     return float(np.log2(np.max(loss_scale.loss_scale)))
 
 
 def _is_state(x):
-    """Whether this is a state of loss scaling."""
+    """Whether a node is a state of loss scaling."""
     return isinstance(x, LossScaleState)
 
 
-def _skipped_steps(states):
-    """How many steps were skipped, by the state with the highest count; or 0."""
+def _can_adapt(loss_scale):
+    """Whether a loss scale has state, which a fixed one has not."""
+    return bool(jax.tree.leaves(loss_scale))
+
+
+def _skip_count(states):
+    """Returns the highest count of skipped steps in any of the states, or else 0."""
     counts = [state.skipped_steps for state in states.values()]
     return max(map(np.sum, jax.device_get(counts)), default=0)
 
 
 def _adaptive_in(tree):
-    """The loss scales in a tree that can adapt, by their paths."""
+    """Returns the loss scales in a tree that can adapt, by path."""
     loss_scales = nodes_in(tree, lambda x: isinstance(x, LossScale))
-    return {path: x for path, x in loss_scales.items() if jax.tree.leaves(x)}
+    return {path: x for path, x in loss_scales.items() if _can_adapt(x)}
 
 
-def _made(parts, old):
-    """What the step made: all that it returned, and arguments with a new array.
+def _only_new(nodes, old_leaves):
+    """Returns the nodes that the step returned, or into which it put a new array.
 
-    An array is new if it is not in `old`. Arguments that the step left as they were are
-    passed over: it may have donated them, and then they cannot be read.
+    An array is new if it is not among `old_leaves`. Arguments that the step did not
+    change are left out: it may have donated their buffers, which then cannot be read.
     """
-    old_ids = set(map(id, old))
-    parts_made = {}
-    for path, part in parts.items():
-        ids = set(map(id, jax.tree.leaves(part)))
+    old_ids = set(map(id, old_leaves))
+    new = {}
+    for path, node in nodes.items():
+        ids = set(map(id, jax.tree.leaves(node)))
         if path[0] == RESULT or ids - old_ids:
-            parts_made[path] = part
-    return parts_made
+            new[path] = node
+    return new
 
 
 def _samples(arrays):
-    """The sampled numbers of each array, flat."""
+    """Samples each array in a dict."""
     return {path: sample(x) for path, x in arrays.items()}
 
 
 def _fingerprints(arrays):
-    """The fingerprint of each array."""
+    """Computes the fingerprint of each array in a dict."""
     return {path: fingerprint(x) for path, x in arrays.items()}
 
 
-def _perturbed(x, random):
-    """An array with each number changed a little, up or down at random."""
-    signs = random.choice([-1, 1], x.shape)
-    changes = _PERTURBATION * signs * random.uniform(0.5, 1.5, x.shape)
+def _perturb(x, rng):
+    """Changes each number of an array a little, up or down at random."""
+    signs = rng.choice([-1, 1], x.shape)
+    changes = _PERTURBATION * signs * rng.uniform(0.5, 1.5, x.shape)
     perturbed = np.where(x == 0, abs(changes), x * (1 + changes))
     return perturbed.astype(x.dtype)
 
 
-def _copied(arguments, numbers):
-    """A copy of the arguments with other numbers at some paths.
+def _copy_tree(tree, values):
+    """Copies a tree, with values in place of the leaves at some paths.
 
-    A variable that occurs several times is still one variable in the copy.
+    A variable of Flax NNX that occurs at several paths is a single variable in the
+    copy, too.
     """
     variables = {}
 
     def copied(path, x):
-        copy = jax.tree.map(partial(_copy, number=numbers.get(path)), x)
-        return variables.setdefault(id(x), copy) if is_variable(x) else copy
+        value = values.get(path)
+        copy = jax.tree.map(lambda leaf: _copy_leaf(leaf, value), x)
+        if not is_variable(x):
+            return copy
+        return variables.setdefault(id(x), copy)
 
-    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
+    return jax.tree.map_with_path(copied, tree, is_leaf=is_variable)
 
 
-def _copy(x, number):
-    """A copy of a leaf or, given `number`, that number with its dtype and sharding."""
-    if number is None:
-        return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
-    if isinstance(x, jax.Array):
-        sharding = x.sharding if x.committed else None
-        return jax.device_put(np.asarray(number, x.dtype), sharding)
-    return np.asarray(number, x.dtype) if hasattr(x, "dtype") else type(x)(number)
+def _copy_leaf(x, value):
+    """Copies a leaf; or returns `value`, with the leaf's type, dtype and sharding."""
+    if value is None:
+        is_array = isinstance(x, (jax.Array, np.ndarray))
+        return x.copy() if is_array else x
+    if not hasattr(x, "dtype"):
+        return type(x)(value)
+    array = np.asarray(value, x.dtype)
+    if not isinstance(x, jax.Array):
+        return array
+    sharding = x.sharding if x.committed else None
+    return jax.device_put(array, sharding)

@@ -1,10 +1,12 @@
-"""The numbers that a step's arguments or outputs hold, flat and on the host.
+"""The numbers in a step's arguments and outputs, as flat NumPy arrays on the host.
 
-Numbers are told apart by type and path only: a loss scale is what a `LossScale` holds,
-and an array elsewhere with the same value, name or buffer is not one.
+The assertions compare the outputs of a step at different loss scales. The loss scale
+itself is meant to differ, so `arrays_in` excludes it. Only its type counts: an array
+elsewhere that has the same value, a similar name or the same buffer is not excluded.
 
-Of a large array, only a sample of the numbers is kept, with a fingerprint of them all.
-The sample shows by how much the array changes, the fingerprint whether it changes.
+Large arrays are not kept in full. `sample` keeps some of their numbers, which shows by
+how much the array changes, and `fingerprint` hashes all of them, which shows whether it
+changes at all.
 """
 
 import hashlib
@@ -20,29 +22,30 @@ from optax_lossscale._arrays.variables import is_variable, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 
-Path = tuple[Any, ...]  # of JAX's keys
-Numbers = dict[Path, np.ndarray]  # flat arrays by their paths
+Path = tuple[Any, ...]  # the keys that lead to a node of a tree, as JAX returns them
+Arrays = dict[Path, np.ndarray]  # flat arrays by path
 
-_LEFT_OUT = (LossScale, SkipRule)  # their state is meant to depend on overflows
-_SAMPLE = 2**16  # how many numbers of an array are kept at most
+_EXCLUDED = (LossScale, SkipRule)  # their state is meant to depend on overflows
+_MAX_SAMPLE = 2**16  # how many numbers of an array are kept
 
 
 def arrays_in(tree: Any) -> dict[Path, Any]:
-    """The arrays of numbers or bools in a tree, outside loss scales and skip rules.
+    """Returns the arrays of numbers or bools in a tree, by path.
 
-    A variable that occurs several times is at the first of its paths only.
+    Arrays inside loss scales and skip rules are excluded. A variable of Flax NNX that
+    occurs at several paths is returned under the first one only.
     """
 
     def is_leaf(x):
-        return is_variable(x) or isinstance(x, _LEFT_OUT)
+        return is_variable(x) or isinstance(x, _EXCLUDED)
 
     arrays = {}
-    seen = set()
+    seen_variables = set()
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf):
-        if isinstance(x, _LEFT_OUT) or id(x) in seen:
+        if isinstance(x, _EXCLUDED) or id(x) in seen_variables:
             continue
         if is_variable(x):
-            seen.add(id(x))
+            seen_variables.add(id(x))
         array = without_variables(x)
         if is_array_leaf(array) and _is_numeric(array):
             arrays[path] = array
@@ -50,23 +53,26 @@ def arrays_in(tree: Any) -> dict[Path, Any]:
 
 
 def _is_numeric(x):
-    """Whether this is an array of numbers or bools, and not of keys, text or objects."""
+    """Whether an array holds numbers or bools, rather than PRNG keys, text or objects."""
     dtype = dtype_of(x)
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def nodes_in(tree: Any, is_node: Callable[[Any], bool]) -> dict[Path, Any]:
-    """The nodes of a tree for which `is_node` holds, with arrays for variables."""
+    """Returns the nodes of a tree that satisfy `is_node`, by path.
+
+    Each variable inside a node is replaced by the array that it holds.
+    """
     nodes = jax.tree.leaves_with_path(tree, is_leaf=is_node)
     return {path: without_variables(x) for path, x in nodes if is_node(x)}
 
 
 def flat(x: Any) -> np.ndarray:
-    """The numbers of an array as a vector of float64 or int64, on the host.
+    """Copies an array to the host, as a vector of float64 or int64.
 
-    They are rounded to the dtype in which JAX computes with them: a Python float, or a
-    float64 array of NumPy's, to float32, unless 64-bit types are enabled. A complex
-    number becomes two numbers.
+    Floats are first rounded to the dtype in which JAX would compute with them: without
+    64-bit types, a Python float or a NumPy array of float64 is rounded to float32. A
+    complex number becomes two floats.
     """
     numbers = np.ravel(jax.device_get(x))
     if not is_inexact_leaf(x):
@@ -78,21 +84,23 @@ def flat(x: Any) -> np.ndarray:
 
 
 def sample(x: Any) -> np.ndarray:
-    """The flat numbers of an array; of more than 2**16, every k-th, so as to keep fewer.
+    """Returns at most 2**16 of an array's numbers, in the form that `flat` returns.
 
-    The odd number k depends on the size alone.
+    A larger array is read at a regular stride. The stride depends on the array's size
+    alone, so the samples of an array from two runs hold the same elements.
     """
     numbers = flat(x)
-    every = -(-numbers.size // _SAMPLE) | 1  # odd, as imaginary parts are at odd places
-    return numbers[::every].copy()  # a view would keep them all
+    stride = -(-numbers.size // _MAX_SAMPLE)
+    stride |= 1  # an even stride would skip all imaginary parts
+    return numbers[::stride].copy()  # a view would keep the whole array alive
 
 
 class Fingerprint(NamedTuple):
-    """Two arrays have the same fingerprint if they have the same numbers.
+    """A summary of an array, which is equal for arrays that hold equal numbers.
 
     Attributes:
-      size: how many numbers the array has; a complex one counts as two.
-      digest: a hash of all numbers, in which NaN equals NaN.
+      size: the number of elements; a complex element counts as two.
+      digest: a hash of all elements, in which NaN equals NaN.
     """
 
     size: int
@@ -100,11 +108,12 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(x: Any) -> Fingerprint:
-    """The fingerprint of an array, which does not depend on its dtype or shape."""
+    """Computes the fingerprint of an array; its dtype and shape do not matter."""
     numbers = flat(x).astype(np.float64)
     numbers[numbers == 0] = 0  # -0 is equal to 0
     numbers[np.isnan(numbers)] = np.nan
-    return Fingerprint(numbers.size, hashlib.sha256(numbers.data).digest())
+    digest = hashlib.sha256(numbers.data).digest()
+    return Fingerprint(numbers.size, digest)
 
 
 def is_finite(x: np.ndarray) -> bool:
@@ -113,35 +122,36 @@ def is_finite(x: np.ndarray) -> bool:
 
 
 def difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The difference x - y, with 0 wherever that is infinite or NaN.
+    """Computes x - y, with 0 in place of each infinity and NaN in the result.
 
-    A number that becomes NaN therefore shows no change.
+    So a number that becomes infinite or NaN does not count as a change.
     """
     with np.errstate(invalid="ignore"):
         return _finite(x - y)
 
 
 def norm(x: np.ndarray) -> np.ndarray:
-    """The L2 norm of the finite numbers of an array, over its last axis."""
+    """Computes the L2 norm over the last axis, ignoring infinities and NaNs."""
     return np.linalg.norm(_finite(x), axis=-1)
 
 
 def _finite(x):
-    """The array, with 0 for each number that is not finite."""
+    """Replaces each infinity and NaN by 0."""
     return np.where(np.isfinite(x), x, 0)
 
 
 def equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether two arrays have the same numbers, where NaN equals NaN."""
+    """Whether two arrays hold equal numbers, where NaN equals NaN."""
     return np.array_equal(x, y, equal_nan=True)
 
 
 def replicas_differ(tree: Any) -> bool:
-    """Whether devices hold copies of an array, or of parts of it, that differ."""
+    """Whether two devices hold different copies of an array or of one of its shards."""
     for x in jax.tree.leaves(tree):
         copies = {}
         for shard in getattr(x, "addressable_shards", ()):
             copy = fingerprint(shard.data)
-            if copies.setdefault(str(shard.index), copy) != copy:
+            first_copy = copies.setdefault(str(shard.index), copy)
+            if copy != first_copy:
                 return True
     return False

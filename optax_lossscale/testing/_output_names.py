@@ -1,4 +1,8 @@
-"""The names of a step's outputs, in errors and in the argument `ignore`."""
+"""How errors name a step's outputs, and how the argument `ignore` refers to them.
+
+The name of an output is its path in the step's result, such as `result[0]['w']`. An
+argument that the step changes in place is an output, too, such as `args[1].mean`.
+"""
 
 from collections.abc import Collection, Iterable
 
@@ -6,48 +10,52 @@ from jax.tree_util import keystr
 
 from optax_lossscale.testing._numbers import Path
 
-_SHOWN = 8  # how many outputs an error lists at most
+_MAX_LISTED = 8  # how many outputs an error lists
 
 
 def name_of(path: Path) -> str:
-    """A path as text: `result[0]['w']`, or `args[1].mean` for an argument."""
+    """Formats a path, as in `result[0]['w']` or, for an argument, `args[1].mean`."""
     return f"{path[0].key}{keystr(path[1:])}"
 
 
-def not_ignored(
+def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """The outputs that are neither ignored by name nor inside an ignored one.
+    """Returns the outputs that `ignore` does not name, and that are in no tree it names.
 
-    A name that is not that of an output raises a `ValueError`, which lists the outputs.
+    Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """
     ignored = [ignore] if isinstance(ignore, str) else ignore
     names = {path: _names_of(path) for path in outputs}
     for name in ignored:
-        if not any(name in x for x in names.values()):
+        if not any(name in output_names for output_names in names.values()):
             known = "\n  ".join(map(name_of, outputs))
-            raise ValueError(f"ignore={name!r} names no output. There are\n  {known}")
+            raise ValueError(
+                f"ignore={name!r} names no output. The outputs are\n  {known}"
+            )
     return [path for path in outputs if names[path].isdisjoint(ignored)]
 
 
 def _names_of(path):
-    """The name of an output, and those of all trees that it is in."""
+    """Returns the names of an output and of all trees that contain it."""
     return {name_of(path[:depth]) for depth in range(1, len(path) + 1)}
 
 
-def listed(
+def format_fault(
     title: str,
     outputs: Iterable[Path | str],
     remedy: str = "",
 ) -> str:
-    """Text of a title, at most eight outputs below it, and a remedy.
+    """Formats a title, a list of at most eight outputs, and a remedy.
 
-    It is empty if there are no outputs.
+    Returns an empty string if there are no outputs.
     """
     names = [x if isinstance(x, str) else name_of(x) for x in outputs]
     if not names:
         return ""
-    if len(names) > _SHOWN:
-        names[_SHOWN:] = [f"and {len(names) - _SHOWN} more"]
-    return "\n  ".join([title, *names]) + "\n" + remedy
+    hidden = len(names) - _MAX_LISTED
+    if hidden > 0:
+        names[_MAX_LISTED:] = [f"and {hidden} more"]
+    items = "\n  ".join([title, *names])
+    return f"{items}\n{remedy}"

@@ -1,13 +1,18 @@
-"""The assertion that nothing but the loss scale depends on the loss scale.
+"""`assert_scale_invariant`: nothing but the loss scale itself depends on the loss scale.
 
-There are three kinds of evidence. At falling loss scales, from the highest at which the
-step is applied, each output should be the same. At loss scales at which gradients
-overflow, the step should be skipped. And where the loss scale is about to grow, the
-outputs should be those of any other step. The weights that `with_master_weights` keeps
-are compared with float16 parameters, too.
+The assertion looks at the step in three situations:
 
-`_fault` asks for one fault after the other, in an order in which the first that is
-found may be the cause of all later ones. It returns that one alone.
+- At falling loss scales, from the highest at which the step is applied, each output
+  should stay the same.
+- At loss scales at which gradients overflow, the step should be skipped.
+- At a step at which the loss scale grows, the outputs should be the same as at a step
+  with the same scale at which it does not.
+
+It also checks that the float32 weights of `with_master_weights` match the float16
+parameters.
+
+`_first_fault` looks for one kind of fault after the other and reports only the first,
+since it may cause the later ones.
 """
 
 from collections.abc import Callable, Collection
@@ -22,15 +27,19 @@ from jax.tree_util import GetAttrKey
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
 from optax_lossscale.testing._carry import find_carry, within
-from optax_lossscale.testing._dependence import powers, unexplained_changes
+from optax_lossscale.testing._dependence import powers_followed, unexplained_changes
 from optax_lossscale.testing._experiment import Experiment, log2_of
 from optax_lossscale.testing._numbers import difference, equal, is_finite, norm
-from optax_lossscale.testing._output_names import listed, name_of, not_ignored
+from optax_lossscale.testing._output_names import (
+    format_fault,
+    name_of,
+    without_ignored,
+)
 from optax_lossscale.testing._skipping import (
     APPLIED_REMEDY,
-    left_behind,
-    not_adapted,
+    carry_not_kept,
     overflow_applied,
+    scale_not_adapted,
 )
 from optax_lossscale.testing._sweep import (
     LOWEST_EXPONENT,
@@ -38,9 +47,9 @@ from optax_lossscale.testing._sweep import (
     trials_at_falling_scales,
 )
 
-_MIN_APPLIED = 8  # at how many loss scales the step must be applied
-_LONGEST_INTERVAL = 100_000  # steps
-_WEIGHTS = GetAttrKey("master_weights")
+_MIN_APPLIED = 8  # the least number of loss scales at which the step must be applied
+_MAX_STEPS_TO_GROWTH = 100_000  # how far ahead to look for a growth of the loss scale
+_MASTER_WEIGHTS = GetAttrKey("master_weights")
 
 
 def assert_scale_invariant(
@@ -54,42 +63,45 @@ def assert_scale_invariant(
 
     A correct step multiplies the loss by the loss scale and divides the gradients by
     it, so its outputs are the same at any loss scale, except for underflow. In a wrong
-    step the two do not cancel. Training may not show it, as the updates of Adam hardly
-    depend on the size of the gradients. Put this into your tests, with the step that
-    you train with, its first state and a small batch.
+    step the two operations do not cancel. Training may not reveal this, since Adam's
+    updates hardly depend on the size of the gradients. Put this assertion into your
+    tests, with the step that you train with, its initial state and a small batch.
 
-    It runs the step some thirty times on copies of its arguments. At falling loss
-    scales, powers of two, it looks for outputs that follow a power of the scale, or
-    change in a way that underflow does not explain; at an infinite loss scale, for a
-    step that is not skipped; and where the loss scale grows, for gradients that are
-    unscaled by the new one. The outputs are everything that the step returns or changes
-    in place, except for the loss scale and `metrics`. Of an array of more than 2**16
-    numbers, a regular sample is compared between loss scales. If the step raises an
-    error at an infinite loss scale, it is judged by the other runs alone.
+    The step is run some thirty times on copies of its arguments. At falling loss
+    scales, all powers of two, the assertion looks for outputs that follow a power of
+    the scale, or that change in a way that underflow does not explain. At an infinite
+    loss scale, it looks for a step that is not skipped. Where the loss scale grows, it
+    looks for gradients that are unscaled by the new scale instead of the old one.
+
+    The outputs are everything that the step returns or changes in place, except for the
+    loss scale and `metrics`. In an array of more than 2**16 numbers, a regular sample
+    is compared between loss scales. If the step raises an error at an infinite loss
+    scale, it is judged by the other runs alone.
 
     Args:
-      step: the training step; compile it, as this takes ten times as long otherwise. It
+      step: the training step. Compile it, or the test takes ten times as long. It
         returns its new state or changes it in place, and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss
-        scale: in an optimizer state, a train state, an `nnx.Optimizer`.
-      ignore: the outputs that are meant to depend on the loss scale, one or several, by
-        their names in the error: `"result[2]['scaled_norm']"`, or `"result[2]"` for
-        everything in it.
-      **kwargs: its keyword arguments, likewise; bind one named `ignore` with
-        `functools.partial`.
+      *args: the step's arguments, which are not changed. They must hold exactly one
+        loss scale, for instance in an optimizer state, a train state or an
+        `nnx.Optimizer`.
+      ignore: the name of an output that is meant to depend on the loss scale, or
+        several names, as they appear in the error: `"result[2]['scaled_norm']"`, or
+        `"result[2]"` for everything in it.
+      **kwargs: the step's keyword arguments, which are not changed either. If the step
+        has an argument named `ignore`, bind it with `functools.partial`.
 
     Raises:
       AssertionError: if an output depends on the loss scale, an overflow is not
-        skipped, the loss scale does not adapt, or master weights are lost. It says
-        which outputs are concerned, if any, why, and what to do. Of several faults it
-        reports the first.
-      ValueError: if there is no loss scale among the arguments, or several; if it is a
-        `FixedLossScale`, which compiled steps hold as a constant; if the step is
+        skipped, the loss scale does not adapt, or master weights are lost. The error
+        names the outputs concerned, if any, gives the reason, and suggests a fix. If
+        there are several faults, it reports only the first.
+      ValueError: if the arguments hold no loss scale, or several; if the loss scale is
+        a `FixedLossScale`, which compiled steps hold as a constant; if the step is
         skipped at nearly every loss scale and returns numbers that are not finite; if
-        two runs at one loss scale differ by more than 1%; if neither an array of floats
-        nor a loss scale that is given to the step comes back from it; or if a name to
-        ignore is not that of an output.
-      TypeError: if the arguments are traced, or the step itself has an argument named
+        two runs at the same loss scale differ by more than 1%; if the step passes
+        neither an array of floats nor a loss scale on to the next step; or if `ignore`
+        names something that is not an output.
+      TypeError: if the arguments are traced, or the step has an argument named
         `ignore` that is not bound.
 
     Example:
@@ -115,162 +127,182 @@ def assert_scale_invariant(
             "a number or None stands for one. Test the step with a loss scale that "
             "adapts, such as DynamicLossScale(): the rest is the same"
         )
-    fault = _fault(experiment, ignore)
+    fault = _first_fault(experiment, ignore)
     if fault:
         raise AssertionError(f"{_HEADLINE} {fault}")
 
 
-def _fault(experiment, ignore):
-    """The first fault of a step that depends on the loss scale; empty if there is none.
+def _first_fault(experiment, ignore):
+    """Describes the first fault of a step; returns an empty string if there is none.
 
-    The text names the outputs, says how they depend on it, and what to do.
+    The description names the outputs concerned, gives the reason, and suggests a fix.
+    So do the functions below, each of which looks for one fault.
     """
     trials = trials_at_falling_scales(experiment)
-    fault = not_adapted(experiment.overflowing) or _never_applied(experiment, trials)
+    overflow_trials = experiment.overflow_trials
+    fault = scale_not_adapted(overflow_trials) or _rarely_applied(experiment, trials)
     if fault:
         return fault
-    usual = trials[0]
-    sweep = sweep_of(experiment, trials, not_ignored(ignore, usual.outputs))
-    by_powers = powers(sweep)
+    highest = trials[0]  # the trial at the highest loss scale that is not skipped
+    sweep = sweep_of(experiment, trials, without_ignored(ignore, highest.outputs))
+    powers = powers_followed(sweep)
     carry = within(find_carry(experiment), sweep.outputs, experiment.floats)
-    compared = [*trials, experiment.overflowing[-1]]
-    dependent = {x: carry[x] for x in carry if _is_dependent(x, compared)}
+    compared = [*trials, overflow_trials[-1]]
+    dependent = {
+        output: argument
+        for output, argument in carry.items()
+        if _is_dependent(output, compared)
+    }
     return (
-        _divided(by_powers)
-        or overflow_applied(experiment, usual, dependent)
-        or _multiplied(by_powers, sweep, usual)
-        or _not_finite(sweep, usual, carry)
-        or left_behind(experiment.to_be_skipped, dependent)
-        or _lost_weights(experiment, usual, carry)
-        or _at_growth(experiment, sweep)
+        _divided_twice(powers)
+        or overflow_applied(experiment, highest, dependent)
+        or _still_scaled(powers, sweep, highest)
+        or _not_finite(sweep, highest, carry)
+        or carry_not_kept(experiment.possibly_skipped, dependent)
+        or _master_weights_lost(experiment, highest, carry)
+        or _differs_at_growth(experiment, sweep)
     )
 
 
-def _never_applied(experiment, trials):
-    """The fault of a step that is applied at too few loss scales to compare.
+def _rarely_applied(experiment, trials):
+    """Reports a step that is applied at too few loss scales to compare its outputs.
 
-    If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
+    Raises a `ValueError` if the outputs are not finite even at the lowest loss scale,
+    because then the loss scale is not to blame.
     """
     if len(trials) >= _MIN_APPLIED:
         return ""
-    lowest = experiment.at(LOWEST_EXPONENT)
+    lowest = experiment.trial_at(LOWEST_EXPONENT)
     if not all(map(is_finite, lowest.outputs.values())):
         raise ValueError(
             f"the step is skipped at all but {len(trials)} loss scales: look for NaN "
             "or inf in the arguments, the loss and the model; diagnose(loss_fn, "
             "params, batch) says where"
         )
-    return _NEVER.format(times=len(trials))
+    return _RARELY_APPLIED.format(times=len(trials))
 
 
 def _is_dependent(path, trials):
     """Whether an output differs between trials at different loss scales.
 
-    An output that never differs, such as the mean of a batch, is made without
+    An output that never differs, such as the mean of a batch, is not computed from
     gradients.
     """
     outputs = [trial.output_fingerprints for trial in trials]
-    return len({x[path] for x in outputs if path in x}) > 1
+    distinct = {x[path] for x in outputs if path in x}
+    return len(distinct) > 1
 
 
-def _divided(by_powers):
-    """The fault that gradients are divided once too often.
+def _divided_twice(powers):
+    """Reports gradients that are divided by the loss scale once too often.
 
-    That is the fault only if most outputs follow a negative power: where gradients stay
-    multiplied, Adam's epsilon makes a few outputs follow one, too.
+    This is the fault only if most of the outputs that follow a power of the scale follow
+    a negative one. Where gradients are left scaled, Adam's epsilon lets a few outputs
+    follow a negative power, too.
     """
-    negative = {path: power for path, power in by_powers.items() if power < 0}
-    if 2 * len(negative) <= len(by_powers):
+    negative = {path: power for path, power in powers.items() if power < 0}
+    if 2 * len(negative) <= len(powers):
         return ""
-    return _following(negative, _DIVIDED)
+    return _list_powers(negative, _DIVIDED_REMEDY)
 
 
-def _multiplied(by_powers, sweep, usual):
-    """The fault that outputs depend on gradients that are still scaled."""
-    # In a silent step, a change may be that of a step that was skipped.
-    changes = {} if usual.is_silent else unexplained_changes(sweep)
+def _still_scaled(powers, sweep, highest):
+    """Reports outputs that are computed from scaled gradients."""
+    # In a silent step, a change may only mean that the step was skipped.
+    changes = {} if highest.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
         for path, (high, low) in changes.items()
-        if path not in by_powers
+        if path not in powers
     ]
-    fault = _following(by_powers) + listed(_BY_A_CHANGE, other_changes)
-    return fault + _MULTIPLIED if fault else ""
+    fault = _list_powers(powers) + format_fault(_BY_A_CHANGE, other_changes)
+    return fault + _STILL_SCALED_REMEDY if fault else ""
 
 
-def _following(by_powers, remedy=""):
-    """Text that lists the outputs that follow a power of the loss scale."""
-    named = [f"2**{power}: {name_of(path)}" for path, power in by_powers.items()]
-    return listed(_BY_A_POWER, named, remedy)
+def _list_powers(powers, remedy=""):
+    """Lists outputs with the powers of the loss scale that they follow."""
+    rows = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
+    return format_fault(_BY_A_POWER, rows, remedy)
 
 
-def _not_finite(sweep, usual, carry):
-    """The fault that outputs come back not finite, though their arguments are."""
+def _not_finite(sweep, highest, carry):
+    """Reports outputs that become infinite or NaN although their arguments are finite."""
     not_finite = [
         output
         for output, argument in carry.items()
-        if is_finite(usual.given[argument]) and not is_finite(sweep.outputs[output])
+        if is_finite(highest.arguments[argument])
+        and not is_finite(sweep.outputs[output])
     ]
-    return listed(_NOT_FINITE, not_finite, APPLIED_REMEDY)
+    return format_fault(_NOT_FINITE, not_finite, APPLIED_REMEDY)
 
 
-def _lost_weights(experiment, usual, carry):
-    """The fault that float32 master weights do not round to float16 parameters."""
-    outputs = usual.outputs
-    sizes = {path: x.size for path, x in usual.output_fingerprints.items()}
-    halves = [
+def _master_weights_lost(experiment, highest, carry):
+    """Reports float32 master weights that do not round to the float16 parameters.
+
+    It is not known which weights belong to which parameter. So they are compared with
+    each float16 array of the same size in the carry, and one of these has to match.
+    """
+    outputs = highest.outputs
+    sizes = {path: x.size for path, x in highest.output_fingerprints.items()}
+    float16_outputs = [
         output
         for output, argument in carry.items()
         if experiment.floats[argument].dtype == np.float16
     ]
-
-    def is_lost(weights):
+    lost = []
+    for weights in carry:
+        if _MASTER_WEIGHTS not in weights:
+            continue
+        size = sizes[weights]
+        candidates = [outputs[path] for path in float16_outputs if sizes[path] == size]
         rounded = outputs[weights].astype(np.float16)
-        alike = [outputs[half] for half in halves if sizes[half] == sizes[weights]]
-        return alike and not any(equal(half, rounded) for half in alike)
-
-    lost = [path for path in carry if _WEIGHTS in path and is_lost(path)]
-    return listed(_LOST, lost, _LAST)
+        if candidates and not any(equal(x, rounded) for x in candidates):
+            lost.append(weights)
+    return format_fault(_LOST, lost, _LOST_REMEDY)
 
 
-def _at_growth(experiment, sweep):
-    """The fault that outputs differ at a step at which the loss scale grows.
+def _differs_at_growth(experiment, sweep):
+    """Reports outputs that differ at a step at which the loss scale grows.
 
-    It is not judged if that step is skipped. Integers and bools are left out, as they
-    may be counts and flags of the growth.
+    The step is not judged if it is skipped. Integers and bools are not compared, since
+    they may count or flag the growth.
     """
     exponent = min(log2_of(experiment.loss_scale), sweep.exponents[0])
-    steady = experiment.at(exponent)
-    growing = experiment.trial(_about_to_grow(jax.device_put(steady.loss_scale)))
+    steady = experiment.trial_at(exponent)
+    before_growth = _before_growth(jax.device_put(steady.loss_scale))
+    growing = experiment.trial(before_growth)
     if not growing.was_applied:
         return ""
-    changing = []
+    different = []
     for path in sweep.outputs:
-        numbers = steady.outputs[path]
-        grown = growing.outputs.get(path, numbers)
-        is_float = numbers.dtype == np.float64
-        change = norm(difference(grown, numbers))
-        is_other = change > sweep.negligible(path, numbers)
-        becomes_not_finite = is_finite(numbers) and not is_finite(grown)
-        if is_float and (is_other or becomes_not_finite):
-            changing.append(path)
-    return listed(_AT_GROWTH, changing, _ADAPTED)
+        expected = steady.outputs[path]
+        actual = growing.outputs.get(path, expected)
+        change = norm(difference(actual, expected))
+        is_changed = change > sweep.tolerance(path, expected)
+        becomes_nonfinite = is_finite(expected) and not is_finite(actual)
+        is_float = expected.dtype == np.float64
+        if is_float and (is_changed or becomes_nonfinite):
+            different.append(path)
+    return format_fault(_AT_GROWTH, different, _AT_GROWTH_REMEDY)
 
 
 @jax.jit
-def _about_to_grow(loss_scale):
-    """The loss scale one finite step before it changes, or after 100,000 such steps."""
+def _before_growth(loss_scale):
+    """Advances a loss scale to one finite step before it changes.
 
-    def goes_on(steps_and_scale):
-        steps, now = steps_and_scale
-        is_steady = jnp.all(now() == now.adjust(True)())
-        return is_steady & (steps < _LONGEST_INTERVAL)
+    It stops after 100,000 finite steps if the loss scale has not changed by then.
+    """
 
-    def next_step(steps_and_scale):
-        steps, now = steps_and_scale
-        return steps + 1, now.adjust(True)
+    def is_steady(carry):
+        num_steps, now = carry
+        keeps_scale = jnp.all(now() == now.adjust(True)())
+        return keeps_scale & (num_steps < _MAX_STEPS_TO_GROWTH)
 
-    _, last = lax.while_loop(goes_on, next_step, (0, loss_scale))
+    def next_step(carry):
+        num_steps, now = carry
+        return num_steps + 1, now.adjust(True)
+
+    _, last = lax.while_loop(is_steady, next_step, (0, loss_scale))
     return last
 
 
@@ -287,25 +319,25 @@ without growth:"""
 _NOT_FINITE = "Some gradients overflow, but the step is applied, and these become infinite or NaN:"
 _LOST = "These float32 copies of with_master_weights no longer match the parameters:"
 
-_DIVIDED = """\
+_DIVIDED_REMEDY = """\
 So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Compute
 them with value_and_scaled_grad(loss_fn, state), or from scale_gradient(loss, state), inside the
 step, with the state that it is given and not an older one or a scale kept beside it; leave the
 unscaling to the optimizer; and put anything that looks at the size of gradients, such as a clip,
 inside: with_loss_scale(optax.chain(clip, …))."""
-_MULTIPLIED = """\
+_STILL_SCALED_REMEDY = """\
 So they come from gradients that are still multiplied by the loss scale. To log a norm, unscale
 them first: get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an
 optax.chain sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). To log the loss
 scale, return ols.metrics(state). Name other outputs that are meant to depend on it in ignore=."""
-_ADAPTED = """\
-So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by,
-from the state that the step is given, and adapt it afterwards."""
-_NEVER = """\
-It is skipped at all but {times} loss scales, although what it returns is finite. So gradients are
-multiplied by another scale than that of the state that the step is given, such as that of another
-optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
-_LAST = """\
-So something changes the updates of with_master_weights, and what the parameters cannot hold is
-lost at every step. Let nothing come after it, not even a transformation of your own: wrap the
+_AT_GROWTH_REMEDY = """\
+So gradients are unscaled by the new loss scale. Unscale them by the scale that the loss was
+multiplied by, which is in the state that the step is given, and adapt it afterwards."""
+_RARELY_APPLIED = """\
+It is skipped at all but {times} loss scales, although its outputs are finite. So gradients are
+multiplied by another scale than that of the state that the step is given, such as the scale of
+another optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
+_LOST_REMEDY = """\
+So something changes the updates of with_master_weights, and each step loses the digits that the
+parameters cannot hold. Let nothing come after it, not even a transformation of your own: wrap the
 whole optimizer, with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""

@@ -1,8 +1,10 @@
-"""One run of a step: what it was given, what it made, and whether it was applied.
+"""One run of a step: its arguments, its outputs, and whether the step was applied.
 
-A step says whether it was applied in two ways: by the flag `should_apply` of a state
-that it returns, and by the loss scale, which usually adapts differently after a
-skipped and after an applied step. A step that returns neither is silent.
+A training step may report in two ways whether it was applied. It may return a state
+with the flag `should_apply`. Or it may return its loss scale, which usually adapts
+differently after a skipped step than after an applied one: `DynamicLossScale`, for
+instance, backs off only after a skipped step. A step that returns neither is called
+silent.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import numpy as np
 
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.state import LossScaleState
-from optax_lossscale.testing._numbers import Fingerprint, Numbers, Path
+from optax_lossscale.testing._numbers import Arrays, Fingerprint, Path
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -21,84 +23,89 @@ class Trial:
     """One run of a step.
 
     Attributes:
-      loss_scale: the loss scale that the step was given.
-      is_infinite: whether the loss scale was infinite, so that all gradients overflow.
-        If so, fixed loss scales were made infinite as well.
-      given: the arrays among the step's arguments, sampled if they are large.
-      given_fingerprints: the fingerprints of these arrays, unsampled.
-      outputs: the arrays that it returned or changed in place, sampled likewise.
-      output_fingerprints: the fingerprints of these arrays, unsampled.
-      loss_scales: the loss scales that it returned or changed, if they can adapt.
-      states: the states of loss scaling that it returned or changed.
-      more_skipped: by how much the highest count of skipped steps has risen; negative
-        or zero if no state came back.
-      diverged: outputs and loss scales of which devices hold copies that differ.
+      loss_scale: the loss scale among the step's arguments.
+      is_infinite: whether all gradients overflow because the loss scale is infinite. In
+        such a trial, fixed loss scales are infinite as well.
+      arguments: the arrays among the step's arguments; large ones are sampled.
+      argument_fingerprints: the fingerprints of these arrays, before sampling.
+      outputs: the arrays that the step returned or changed in place; large ones are
+        sampled.
+      output_fingerprints: the fingerprints of these arrays, before sampling.
+      loss_scales: the loss scales that the step returned or changed in place, without
+        fixed ones.
+      states: the states of loss scaling that the step returned or changed in place.
+      skip_count_change: how much the highest count of skipped steps rose; zero or
+        negative if the step returned no state.
+      diverged: the paths of outputs and loss scales that are replicated, but differ
+        between devices.
     """
 
     loss_scale: LossScale
     is_infinite: bool
-    given: Numbers
-    given_fingerprints: dict[Path, Fingerprint]
-    outputs: Numbers
+    arguments: Arrays
+    argument_fingerprints: dict[Path, Fingerprint]
+    outputs: Arrays
     output_fingerprints: dict[Path, Fingerprint]
     loss_scales: list[LossScale]
     states: list[LossScaleState]
-    more_skipped: int
+    skip_count_change: int
     diverged: list[Path]
 
     @functools.cached_property
-    def adapted(self) -> tuple[LossScale, LossScale]:
-        """What `adjust` makes of the loss scale, after a skipped and an applied step.
+    def adjusted(self) -> tuple[LossScale, LossScale]:
+        """The loss scales that `adjust` returns after a skipped and an applied step.
 
-        One that measures gradients may come out differently after an applied step.
+        A loss scale that measures gradients need not equal the second one after an
+        applied step.
         """
         on_device = jax.device_put(self.loss_scale)
-        return jax.device_get(_adapted(on_device))
+        return jax.device_get(_adjusted(on_device))
 
     @functools.cached_property
-    def flags(self) -> np.ndarray:
-        """Whether the step was applied, by each output that says it; bools, (flags,).
+    def applied_flags(self) -> np.ndarray:
+        """Whether the step was applied, as each state or loss scale reports it; bools, (n,).
 
-        Each state gives one flag per replica: its `should_apply`, but False if its loss
-        scale is what only a skipped step returns. Without states, each loss scale gives
-        one flag.
+        A returned state has one flag per replica: its `should_apply`, or False if its
+        loss scale is one that only a skipped step returns. If there are no states, each
+        loss scale counts as one flag.
         """
-        if self.states:
-            flags = [
-                np.ravel(state.should_apply) & self._may_be_applied(state.loss_scale)
-                for state in self.states
-            ]
-            return np.concatenate(flags)
-        return np.array(list(map(self._may_be_applied, self.loss_scales)), bool)
+        if not self.states:
+            flags = [self._may_be_applied(x) for x in self.loss_scales]
+            return np.array(flags, bool)
+        flags = []
+        for state in self.states:
+            may_be_applied = self._may_be_applied(state.loss_scale)
+            flags.append(np.ravel(state.should_apply) & may_be_applied)
+        return np.concatenate(flags)
 
     def _may_be_applied(self, loss_scale):
-        """Whether this is not a loss scale that only a skipped step returns."""
-        if_skipped, if_applied = self.adapted
+        """Whether an applied step, and not only a skipped one, may return a loss scale."""
+        if_skipped, if_applied = self.adjusted
         looks_skipped = loss_scale == if_skipped and loss_scale != if_applied
         return not looks_skipped
 
     @property
     def is_silent(self) -> bool:
-        """Whether no output says whether the step was applied."""
-        return self.flags.size == 0
+        """Whether no output reports if the step was applied."""
+        return self.applied_flags.size == 0
 
     @property
     def was_applied(self) -> bool:
-        """Whether no output says that the step, or a part of it, was skipped."""
-        return self.more_skipped <= 0 and bool(np.all(self.flags))
+        """Whether no output reports that the step, or a part of it, was skipped."""
+        return self.skip_count_change <= 0 and bool(np.all(self.applied_flags))
 
     @property
     def was_skipped(self) -> bool:
-        """Whether outputs say that the step was skipped, and none that it was not."""
-        return not self.is_silent and not np.any(self.flags)
+        """Whether some output reports that the step was skipped, and none that it was not."""
+        return not self.is_silent and not np.any(self.applied_flags)
 
-    def returns(self, loss_scale: LossScale) -> bool:
-        """Whether all loss scales that come back are this one, and there is one."""
+    def returns_only(self, loss_scale: LossScale) -> bool:
+        """Whether the step returned this loss scale, once or more, and no other."""
         are_same = [x == loss_scale for x in self.loss_scales]
         return bool(are_same) and all(are_same)
 
 
 @jax.jit
-def _adapted(loss_scale):
-    """`Trial.adapted`, compiled, for a loss scale on the device."""
+def _adjusted(loss_scale):
+    """Computes `Trial.adjusted`, for a loss scale on the device."""
     return loss_scale.adjust(False), loss_scale.adjust(True)
