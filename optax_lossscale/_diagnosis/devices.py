@@ -57,7 +57,7 @@ class _ShardMap(NamedTuple):
         if any(types[axis] != AxisType.Explicit for axis in self.axes):
             return mapped
 
-        # If all axes are explicit, JAX refuses arrays that `in_specs` does not describe.
+        # If all axes are explicit, JAX refuses arrays with another sharding.
         def resharded(*args):
             return mapped(*reshard(args, in_specs))
 

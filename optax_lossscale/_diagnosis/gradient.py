@@ -4,8 +4,8 @@ The program takes the arrays among the inputs of the loss function: its paramete
 arguments and keyword arguments. Its last argument is the *seed*, the cotangent of the
 loss, which is the loss scale. It returns the loss, the scaled gradient of each
 parameter, and the floats that the loss function returns beside the loss, such as batch
-statistics. For `loss_fn(params, x)` with one weight `w`, it maps `(w, x, seed)` to
-`(loss, seed * d loss / d w)`.
+statistics. For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed`
+times the gradient by `w`.
 """
 
 from collections import Counter
@@ -77,7 +77,9 @@ def gradient_of(
             for n, x in zip(positions, parameters, strict=True):
                 replaced[n] = x
             params, args, kwargs = _with_arrays(inputs, replaced)
-            loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
+            returned = loss_fn(params, *args, **kwargs)
+            loss, aux = _loss_and_aux(returned, has_aux)
+            # As in a training step, the loss scale is the cotangent of a wide loss.
             return at_least_float32(loss), (loss, aux)
 
         parameters = [arrays[n] for n in positions]
@@ -150,9 +152,9 @@ def _arguments(inputs: tuple) -> list[Argument]:
 
 
 def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
-    """Numbers arguments whose names are equal, as in `{"a/b": x, "a": {"b": y}}`.
+    """Appends numbers to equal names, such as two of `a/b` in `{"a/b": x, "a": {"b": y}}`.
 
-    The names that reports have for other things count, too.
+    A name that reports use for something else, such as "the loss", is numbered, too.
     """
     names = [argument.name for argument in arguments]
     counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])

@@ -12,15 +12,14 @@ copies of an active one, so that no note describes numbers that the program neve
 computes.
 """
 
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._diagnosis.value import Value, moved_value
 from optax_lossscale._programs.values import Array
@@ -54,9 +53,11 @@ def scan(
     length = eqn.params["length"]
     rows_of_stacks = [_unstack(stack, length, axis) for stack in stacks]
     is_reversed = eqn.params["reverse"]
-    iterations = range(length)
-    ys = []  # the results of each iteration without the carry
-    for n in reversed(iterations) if is_reversed else iterations:
+    order = range(length)
+    if is_reversed:
+        order = reversed(order)
+    ys = []  # the results of each iteration, without the carry
+    for n in order:
         xs = [rows[n] for rows in rows_of_stacks]
         results = run(body, [*consts, *carry, *xs], (n,))
         carry = results[: len(carried)]
@@ -122,11 +123,11 @@ def _select(
     """Takes the new values for active examples or devices, and the old ones for others."""
     if active.all():
         return list(new)
-    where_active = functools.partial(_where, active)
     selected = []
-    for new_value, old_value in zip(new, old, strict=True):
-        pair = jax.tree.map(where_active, new_value.pair, old_value.pair)
-        selected.append(moved_value(pair, [new_value, old_value]))
+    for x, y in zip(new, old, strict=True):
+        actual = _where(active, x.pair.actual, y.pair.actual)
+        reference = _where(active, x.pair.reference, y.pair.reference)
+        selected.append(moved_value(Pair(actual, reference), [x, y]))
     return selected
 
 
@@ -149,7 +150,7 @@ def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
     rows = []
     for n in range(length):
         index = (*[slice(None)] * axis, n)
-        row = jax.tree.map(operator.itemgetter(index), pair)
+        row = Pair(pair.actual[index], pair.reference[index])
         if stack.row_notes:
             rows.append(Value(row, stack.row_notes[n]))
         else:

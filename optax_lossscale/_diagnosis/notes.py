@@ -137,8 +137,8 @@ class Note(Figures):
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
-        iterations = [f"iteration {n}" for n in self.rounds]
-        place = ", ".join(filter(None, [self.layer, *iterations]))
+        parts = [self.layer, *(f"iteration {n}" for n in self.rounds)]
+        place = ", ".join(filter(None, parts))
         return f"{self.line} [{place}]" if place else self.line
 
     @property
@@ -183,8 +183,7 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
         if names:
             return tuple(sorted(names, key=natural_sort_key))
         seen |= frontier
-        reads = {read for member in frontier for read in member.reads}
-        frontier = reads - seen
+        frontier = {read for member in frontier for read in member.reads} - seen
     return ()
 
 

@@ -1,9 +1,9 @@
 """Pairs of a value and its reference in wider floats, and equations applied to pairs.
 
-For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays. The cast
-rounds the first one to float16 and leaves the second in float32, and the multiplication
-is applied to each of the two. By how much the two differ then is the error of `y`.
-`compute` applies the equations of a piece to pairs, inside `jit`.
+In `y = x.astype(float16) * 3` with `x` in float32, `x` becomes a pair of equal arrays.
+The cast rounds the first to float16 and leaves the second in float32, and the
+multiplication is applied to each of the two. The difference of the two results is the
+error of `y`. `compute` applies the equations of a piece to pairs, inside `jit`.
 """
 
 import functools
@@ -28,8 +28,8 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# On CPUs, XLA compiles three times as fast without its optimizations. Most pieces run so
-# few times that compiling them takes longer than running them.
+# On CPUs, XLA compiles three times as fast without its optimizations. Most pieces run
+# so few times that compiling them takes longer than running them.
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,

@@ -1,11 +1,11 @@
-"""Divides a traced program into pieces, each of which is compiled as one function.
+"""Divides a traced program into pieces, which are compiled or run one by one.
 
 An *instruction* is an equation with what a run needs to know about it, such as its
-source line. A *piece* is a sequence of consecutive instructions. It ends after each
-product: `relu(relu(x @ v) @ w) @ u` becomes the pieces `x @ v`, `relu, @ w` and
-`relu, @ u`. So layers that are alike become pieces that are alike, and share one
-compiled function. A loop, branch or `shard_map` with floats is a piece by itself, and
-the programs inside it are divided in turn.
+source line. A *piece* is a sequence of consecutive instructions, which are compiled as
+one function. A piece ends after each product: `relu(relu(x @ v) @ w) @ u` becomes the
+pieces `x @ v`, `relu, @ w` and `relu, @ u`. So layers that are alike become pieces that
+are alike, and share one compiled function. A loop, branch or `shard_map` with floats is
+a piece by itself, which Python runs, and the programs inside it are divided in turn.
 """
 
 import math
@@ -42,16 +42,16 @@ _SCOPES_OF_JAX = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
 
 
 class Instruction(NamedTuple):
-    """An equation with its origin."""
+    """An equation with what a run needs to know about it."""
 
     eqn: JaxprEqn
     operands: Sequence[Var]  # a new variable stands for each literal
     origin: Origin
     # The programs of a loop, branch or `shard_map`, which Python runs; else empty
     programs: Sequence["Program"]
-    # The positions of the results that get a note: floats that are computed, and choices
-    # that depend on floats. Any other result, such as a transpose, shares the note of
-    # its first operand.
+    # The positions of the results that get a note: floats that are computed, and
+    # choices that depend on floats. Any other result, such as a transpose, shares the
+    # note of its first operand.
     noted: Container[int]
     frees: Collection[Var]  # its operands and results that no later instruction reads
 
@@ -61,7 +61,7 @@ class Instruction(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive instructions, which run together."""
+    """Consecutive instructions that run together."""
 
     instructions: Sequence[Instruction]
     reads: Sequence[Var]  # the variables that it reads from before the piece
@@ -77,14 +77,14 @@ class Program(NamedTuple):
     pieces: Sequence[Piece]
 
 
-def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
-    """Divides a jaxpr into pieces.
+def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
+    """Inlines the calls of a jaxpr, and divides it into pieces.
 
     Args:
-      program: the jaxpr, whose calls are inlined.
+      jaxpr: the jaxpr.
       outer: the origin of the equation that holds the jaxpr, or an empty one.
     """
-    flat = all_flat(program)
+    flat = all_flat(jaxpr)
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
 
     def variable_for(atom: Atom) -> Var:
@@ -103,7 +103,7 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
         frees = {*operands, *eqn.outvars} - needed_later
         needed_later |= frees
         origin = _origin_of(eqn, outer)
-        programs = [program_of(jaxpr, origin) for jaxpr in _programs_to_run(eqn)]
+        programs = [program_of(inner, origin) for inner in _jaxprs_to_run(eqn)]
         instructions.append(
             Instruction(
                 eqn=eqn,
@@ -119,8 +119,8 @@ def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
     return Program(flat.ins, outvars, constants, pieces)
 
 
-def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """The programs of a loop, branch or `shard_map` that involves floats; else none."""
+def _jaxprs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
+    """Returns the jaxprs of a loop, branch or `shard_map` with floats; else none."""
     if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
     involves_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
@@ -176,20 +176,22 @@ def _has_lost_constant(eqn: JaxprEqn) -> bool:
 
 
 def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
-    """Groups consecutive instructions: products end a group, loops are one alone."""
+    """Groups consecutive instructions into pieces.
+
+    A product ends a group, and an instruction with programs is a group by itself.
+    """
     groups: list[list[Instruction]] = [[]]
     for instruction in instructions:
-        is_alone = bool(instruction.programs)
-        if is_alone:
+        if instruction.programs:
             groups.append([])
         groups[-1].append(instruction)
-        if is_alone or Trait.PRODUCT in traits(instruction.eqn):
+        if instruction.programs or Trait.PRODUCT in traits(instruction.eqn):
             groups.append([])
     return list(filter(None, groups))
 
 
 def _piece_of(instructions: Sequence[Instruction]) -> Piece:
-    """Builds a piece, whose key numbers the variables in the order of appearance."""
+    """Builds a piece. Its key numbers the variables in the order of appearance."""
     numbers: dict[Var, int] = {}
     reads = []
     key: list[Hashable] = []

@@ -1,13 +1,14 @@
 """Runs a gradient on pairs: at a loss scale of 1, and at the scale that fits.
 
-The run at 1 shows which scale fits: if its largest gradient is 2**6, a scale of 2**10
-overflows in float16, and 2**9 is the largest that does not. As a backward pass need not
-be linear in the scale, a second run confirms the scale in float16, or suggests another
-one to try. If something is off, the program runs once more, in float32 and with its own
-choices, beside float64. This last run tells which results float32 itself determines.
+The run at 1 predicts which scale fits: if the largest number of its backward pass is
+2**6, a scale of 2**10 overflows in float16, and 2**9 is the largest that does not. This
+holds if the backward pass is linear in the scale, which it need not be. So in float16 a
+second run confirms the prediction, or yields a better one to try. If something is off,
+the program runs once more, in float32 and with its own choices, beside float64. This
+last run tells which results float32 itself determines.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -53,14 +54,17 @@ class Run(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the loss and gradients that the program computes are finite."""
-        arrays = [value.pair.actual for value in self.results.values()]
-        return all(np.isfinite(x).all() for x in arrays)
+        return _are_finite(x.pair.actual for x in self.results.values())
 
     @property
     def is_reference_finite(self) -> bool:
         """Whether the references of the loss and gradients are finite."""
-        arrays = [value.pair.reference for value in self.results.values()]
-        return all(np.isfinite(x).all() for x in arrays)
+        return _are_finite(x.pair.reference for x in self.results.values())
+
+
+def _are_finite(arrays: Iterable[Array]) -> bool:
+    """Whether all numbers in all arrays are finite."""
+    return all(np.isfinite(x).all() for x in arrays)
 
 
 class Fit(NamedTuple):
@@ -182,7 +186,7 @@ def _initial_scale(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
-    """Runs the backward pass at a loss scale."""
+    """Runs the gradient from the seed on, at a loss scale."""
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
     (loss, *grads_and_aux), notes = shadow(seed)
     n_grads = len(gradient.parameters)

@@ -34,15 +34,15 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 
 
 Env = Mapping[Var, Value]
-"""The values of those variables of a program that are computed and still needed."""
+"""The value of each variable of a program that is computed and still needed."""
 
 
 class Argument(NamedTuple):
     """An argument of the whole program."""
 
-    name: str  # its path among the parameters and arguments of the loss function
+    name: str  # its path in the inputs of the loss function, such as `args/0`
     array: Array
-    is_parameter: bool = False  # whether the loss is differentiated by it
+    is_parameter: bool = False  # whether `gradient` differentiates the loss by it
     is_seed: bool = False  # whether it is the seed of the backward pass
 
 
@@ -79,7 +79,7 @@ class Shadow(NamedTuple):
     runner: "_Runner"  # holds the notes of those values
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
-        """Returns the results of the program, and all notes in the order of execution."""
+        """Returns the results of the program and all notes in the order of execution."""
         runner = dataclasses.replace(self.runner, notes=list(self.runner.notes))
         seed_var = self.remaining.invars[-1]
         env = {**self.env, seed_var: _value_of(seed, runner.widths)}
@@ -177,7 +177,7 @@ class _Runner:
     def _run_inside(
         self, program: Program, values: Iterable[Value], rounds: tuple[int, ...] = ()
     ) -> list[Value]:
-        """Runs a branch, or an iteration of a loop, whose number is in `rounds`."""
+        """Runs a branch, or one iteration of a loop, with its number in `rounds`."""
         inside = dataclasses.replace(self, rounds=self.rounds + rounds)
         return inside.run(program, values)
 
@@ -218,11 +218,12 @@ class _Runner:
         return values
 
     def _compiled_for(self, piece: Piece) -> Callable:
-        """Returns `pairs.compute` compiled for a piece, or for one that is alike."""
+        """Compiles `pairs.compute` for a piece, once for all pieces that are alike."""
         key = (piece.key, self.devices)
         if key not in self.compiled:
             compute = functools.partial(pairs.compute, piece, self.widths)
-            over_stacks = self.devices.over_stacks(compute)
-            options = pairs.compiler_options()
-            self.compiled[key] = jax.jit(over_stacks, compiler_options=options)
+            self.compiled[key] = jax.jit(
+                self.devices.over_stacks(compute),
+                compiler_options=pairs.compiler_options(),
+            )
         return self.compiled[key]

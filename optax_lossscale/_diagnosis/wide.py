@@ -41,7 +41,7 @@ def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
     """Returns the dtype that replaces `dtype` in a program of wide floats.
 
     Floats that are narrower than `wide` become `wide`, and complex64 becomes complex128
-    if `wide` is float64. Every other dtype stays, and if `wide` is None, all of them do.
+    if `wide` is float64. Every other dtype stays. If `wide` is None, all dtypes stay.
     """
     if wide is None or not is_inexact_dtype(dtype):
         return dtype
@@ -149,7 +149,7 @@ def _apply_rewritten(
 ) -> list[Array]:
     """Applies an equation after replacing the narrow dtypes in its parameters."""
     params = dict(eqn.params)
-    # `reduce_precision` of a narrow value is a rounding that the wide program leaves out.
+    # The wide program leaves out `reduce_precision` of narrow values.
     is_rounding = "mantissa_bits" in params
     if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(operands)
