@@ -41,7 +41,8 @@ These files share some words:
 - A value *belongs to the backward pass* if it depends on the seed of that pass, which
   is the loss scale. If the pass is linear, its floats are proportional to the scale.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
-  or the condition of a loop. The reference *follows* the choices of the other value.
+  or the condition of a loop. The reference *follows* the choices of the value that it
+  is compared with.
 - An *origin* is what all iterations of an equation share: its source line, its scope.
 - An *instruction* is an equation to run. A *piece* is a sequence of consecutive
   instructions that are compiled together.

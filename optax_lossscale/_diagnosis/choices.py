@@ -3,8 +3,9 @@
 A choice is an integer or boolean that depends on floats, such as an index, a mask or
 the condition of a loop: in 16 bits, `argmax([1.0, 1.0001])` is 0, in float32 it is 1.
 In the run beside the program, float32 follows the program's choices, and each note only
-counts how many it would make differently. In the further run in float32, the program
-makes its own choices. The difference between the two runs is what choices change.
+records the share that it would make differently. In the further run in float32, the
+program makes its own choices. The difference between the two runs is what choices
+change.
 """
 
 from collections.abc import Container, Mapping

@@ -75,7 +75,7 @@ class _ShardMap(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices that a program runs on, which follow from the `shard_map`s around it."""
+    """The devices that a program runs on: those of the `shard_map`s around it."""
 
     maps: tuple[_ShardMap, ...] = ()  # the outermost first
 

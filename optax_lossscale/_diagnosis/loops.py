@@ -92,7 +92,7 @@ def while_loop(
 def cond(
     instruction: Instruction, operands: Sequence[Value], run: RunsProgram
 ) -> list[Value]:
-    """Runs each branch of a `cond` that the index chooses on any device."""
+    """Runs the branch that the index of a `cond` chooses, or several for several devices."""
     branches = instruction.programs
     index, *branch_operands = operands
     chosen = np.clip(index.pair.actual, 0, len(branches) - 1)

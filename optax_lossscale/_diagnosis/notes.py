@@ -22,7 +22,7 @@ from optax_lossscale._programs.operations import Trait, traits_of
 from optax_lossscale._programs.values import is_inexact_dtype
 
 THE_LOSS = "the loss"
-"""The name of the loss in reports. No parameter has this name or one of the next two."""
+"""The name of the loss in reports. A parameter named so, or as below, is renamed."""
 
 ALL = "all"
 """The name of the group of all parameters."""

@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     """Consecutive instructions that run together."""
 
     instructions: Sequence[Instruction]
-    reads: Sequence[Var]  # the variables that it reads from before the piece
+    reads: Sequence[Var]  # the variables that it reads, without those that it computes
     key: Hashable  # equal for pieces that compute the same function of `reads`
 
 

@@ -80,6 +80,7 @@ class Shadow(NamedTuple):
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """Returns the results of the program and all notes in the order of execution."""
+        # Each call adds to a copy of the notes of the forward pass.
         runner = dataclasses.replace(self.runner, notes=list(self.runner.notes))
         seed_var = self.remaining.invars[-1]
         env = {**self.env, seed_var: _value_of(seed, runner.widths)}
@@ -202,7 +203,7 @@ class _Runner:
                 pair = results[position]
                 operands = instruction.operands_of(position)
                 reads = notes_of(values[operand] for operand in operands)
-                note = reads[0] if reads else None
+                note = reads[0] if reads else None  # shared, unless it gets its own
                 if position in instruction.noted:
                     note = note_of(
                         pair.figures,

@@ -1,6 +1,7 @@
-"""A `Value`: the pair of arrays that stands for a value of the program, and its note.
+"""The values that a run computes: pairs of arrays, each with a note about its error.
 
-A run stores a `Value` for each variable of the program.
+A run stores a `Value` for each variable of the program. `moved_value` builds the values
+that loops and branches slice, stack or select from others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from optax_lossscale._programs.values import Array, is_inexact
 
 
 class Value(NamedTuple):
-    """A value of the program, as computed and as in the reference."""
+    """A value of the program and its reference, with a note."""
 
     pair: Pair
     note: Note | None = None  # None for a constant, which is exact

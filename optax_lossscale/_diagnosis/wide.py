@@ -1,10 +1,10 @@
 """Applies an equation as if the program had been written in wider floats.
 
 `in_wide(eqn, operands, FLOAT32)` applies an equation of a float16 program to float32
-operands; with `FLOAT64`, an equation of a float32 program runs in float64. Most
-operations accept wider operands if each parameter that names a narrow dtype is changed
-to name the wide one: `x.astype(bfloat16)` becomes a cast to float32, which rounds
-nothing. Matrix products and convolutions use all digits of the wide dtype.
+operands, and with `FLOAT64`, to float64 operands. Most operations accept wider operands
+if each parameter that names a narrow dtype is changed to name the wide one:
+`x.astype(bfloat16)` becomes a cast to float32, which rounds nothing. Matrix products
+and convolutions use all digits of the wide dtype.
 
 Some equations are *fixed*, such as a kernel: they may only run in the dtypes that they
 were traced in. Their operands are cast to those dtypes, and their results are widened.
