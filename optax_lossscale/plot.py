@@ -1,6 +1,8 @@
 """Plots of the loss scale and of gradients, drawn on the host with matplotlib.
 
-The extra `plot` installs matplotlib: `pip install "optax_lossscale[plot]"`.
+`plot.loss_scale(history)` shows how the loss scale changed during training, and
+`plot.exponents(grads)` which gradients underflow. The extra `plot` installs matplotlib:
+`pip install "optax_lossscale[plot]"`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +20,10 @@ from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._step.get import resolve
 
 BEFORE = GREY
-"""The colour of gradients before they are scaled."""
+"""The colour of gradients before scaling."""
 
 AFTER = TEAL
-"""The colour of scaled gradients, and of the loss scale."""
+"""The colour of scaled gradients and of the loss scale."""
 
 
 def loss_scale(
@@ -32,17 +34,17 @@ def loss_scale(
     """Draws the loss scale over the steps, with a cross at each skipped step.
 
     Args:
-      history: a sequence of the `metrics` after each step; or one dict of them stacked,
-        each of shape (steps,), as `lax.scan` returns them. The scale drawn is the one
-        after the step.
-      axes: the axes to draw into; by default those of a new figure.
+      history: a sequence of what `metrics` returned after each step, or one dict of
+        stacked metrics, each of shape (steps,), as `lax.scan` returns them. The plot
+        shows the scale after each step.
+      axes: the axes to draw into. By default, a new figure is created.
       **style: matplotlib properties of the line, such as `color` and `label`.
 
     Returns:
       The axes.
 
     Raises:
-      ValueError: if `history` has neither form, is empty, or has columns of different
+      ValueError: if `history` is neither, is empty, or has columns of different
         lengths.
       TypeError: if `history` is traced, or `axes` are not matplotlib's.
 
@@ -73,14 +75,17 @@ def loss_scale(
 
 
 def _table(history: Any) -> np.ndarray:
-    """The scale after each step, and whether it was applied; shape (steps, 2)."""
-    row = itemgetter("loss_scale", "should_apply")
+    """Tabulates the scale after each step and whether the step was applied.
+
+    The table has shape (steps, 2).
+    """
+    columns = itemgetter("loss_scale", "should_apply")
     history = jax.device_get(history)
     try:
         if isinstance(history, Mapping):
-            table = np.stack(row(history), axis=-1)
+            table = np.stack(columns(history), axis=-1)
         else:
-            table = np.array([row(step) for step in history])
+            table = np.array([columns(step) for step in history])
     except (KeyError, TypeError, IndexError, ValueError):
         table = np.zeros(0)
     if table.ndim != 2 or not table.size:
@@ -100,25 +105,25 @@ def exponents(
 ) -> Axes:
     """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
-    The bins are powers of two. The ranges in which the dtype has only subnormal
-    numbers, zero or infinity are shaded, with the percentage of the scaled gradients
-    that are 0 in it. Gradients that are 0, infinite or NaN are not drawn, but count in
-    the percentages.
+    The bins are powers of two. Shades mark the ranges in which the dtype has only
+    subnormal numbers, zero or infinity. A label gives the percentage of the scaled
+    gradients that are 0 in the dtype. Gradients that are 0, infinite or NaN are not
+    drawn, but count in the percentages.
 
     Args:
-      scaled_grads: gradients of the scaled loss; any pytree. If they are computed in
-        float32, they show what a narrower dtype would lose.
+      scaled_grads: a pytree of gradients of the scaled loss. Gradients computed in
+        float32 show what a narrower dtype would lose.
       loss_scale: the loss scale of these gradients: anything that `get` accepts, or a
-        state that holds one.
-      dtype: the floating-point dtype whose ranges are shown.
-      axes: the axes to draw into; by default those of a new figure.
+        state that holds a loss scale.
+      dtype: the floating-point dtype whose ranges to show.
+      axes: the axes to draw into. By default, a new figure is created.
 
     Returns:
       The axes.
 
     Raises:
-      ValueError: if `loss_scale` is not a loss scale, or `dtype` not a floating-point
-        dtype.
+      ValueError: if `loss_scale` is not a loss scale, or `dtype` is not a
+        floating-point dtype.
       TypeError: if an argument is traced, or `axes` are not matplotlib's.
 
     Example:
@@ -139,7 +144,8 @@ def exponents(
         _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
         _draw_histogram(axes, edges, sizes, label, AFTER)
-    percent_zero = 100 * np.sum(sizes <= 2.0 ** edges[1]) / max(1, sizes.size)
+    are_zero = sizes <= 2.0 ** edges[1]
+    percent_zero = 100 * np.sum(are_zero) / max(1, sizes.size)
     names = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
     _shade(axes, edges, names)
     axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
@@ -152,12 +158,13 @@ def exponents(
 def _draw_histogram(
     axes: Axes, edges: Sequence[int], sizes: np.ndarray, label: str, color: str
 ) -> None:
-    """Draws the percentage of the absolute values between any two powers of two."""
+    """Draws a histogram of absolute values, in percent, with powers of two as bins."""
     low = edges[0]
     high = edges[-1]
-    powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
+    drawn = sizes[(sizes > 0) & (sizes < np.inf)]
+    powers = np.log2(drawn)
     axes.hist(
-        np.clip(powers, low, high - 1),  # the outermost bins hold all beyond
+        np.clip(powers, low, high - 1),  # the first and last bin hold all beyond
         range(low, high + 1),
         weights=np.full(powers.shape, 100 / max(1, sizes.size)),
         histtype="stepfilled",
@@ -168,17 +175,18 @@ def _draw_histogram(
 
 
 def _edges(dtype: np.dtype) -> list[int]:
-    """Five exponents, between which a dtype is zero, subnormal, normal and infinite.
+    """Returns five exponents of 2 that bound a dtype's ranges.
 
-    The first and the last range are cut off there.
+    Between them, numbers become zero, subnormal, normal and infinite. The outer two cut
+    off the ranges of zero and infinity, which have no end.
     """
     info = jnp.finfo(dtype)
-    smallest = info.minexp - info.nmant - 1  # half of the least number, which becomes 0
+    smallest = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
     return [smallest - 6, smallest, info.minexp, info.maxexp, info.maxexp + 4]
 
 
 def _shade(axes: Axes, edges: Sequence[int], names: Sequence[str]) -> None:
-    """Shades the ranges between exponents, and writes their names above them."""
+    """Shades the ranges between exponents, and writes the name of each above it."""
     shades = (0.14, 0.06, 0.0, 0.14)
     above = axes.get_xaxis_transform()
     for name, shade, (start, end) in zip(names, shades, pairwise(edges), strict=True):
@@ -187,8 +195,11 @@ def _shade(axes: Axes, edges: Sequence[int], names: Sequence[str]) -> None:
 
 
 def _sizes(tree: Any) -> np.ndarray:
-    """The absolute values of all gradients, float64; a complex number counts as two."""
-    leaves = filter(is_inexact_leaf, jax.tree.leaves(jax.device_get(tree)))
-    flat = [np.ravel(leaf) for leaf in leaves]
-    parts = [x.view(x.real.dtype).astype(np.float64) for x in flat]
-    return np.abs(np.concatenate([np.zeros(0), *parts]))
+    """Flattens gradients to absolute values in float64; a complex number gives two."""
+    leaves = jax.tree.leaves(jax.device_get(tree))
+    parts = [np.zeros(0)]
+    for leaf in filter(is_inexact_leaf, leaves):
+        flat = np.ravel(leaf)
+        real = flat.view(flat.real.dtype)
+        parts.append(real.astype(np.float64))
+    return np.abs(np.concatenate(parts))

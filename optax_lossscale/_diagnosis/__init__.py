@@ -1,40 +1,49 @@
-"""See what the numbers do, by `diagnose`, and in which dtype, by `dtype_report`.
+"""Checks what 16 bits do to a model: `diagnose` for its numbers, `dtype_report` for its dtypes.
 
-`diagnose` traces the loss and its gradient as one program, and runs this program with
-every value in a *pair*: as the program computes it, and as it is in float32. For each
-result that is computed it makes a *note*. The note says how far the two are apart, how
-large they are, and which notes the operands have. Moved numbers keep the note of what
-they were moved from. Only loops make notes of slices and stacks, which are in no table.
-From the notes follow the loss scale that fits, and, for a result that is off, the
-equation that is at fault. Where something is off, the program also runs in float32
-beside float64, which tells what float32 determines, and how it decides by itself.
+`diagnose` traces the loss and its gradient as one program. It runs this program on
+*pairs*: each value as the program computes it, beside the same value in float32. For
+each result, it makes a *note* of how far the two are apart and how large they are. The
+note also links to the notes of the operands. If `y = exp(x)` is off by 8% and `x` by
+1%, the link shows that the exponential enlarged the error.
 
-Read the files in this order, which is from the parts to the whole. `_programs` tells
-what equations are, and comes before them:
+From the notes follow the loss scale that fits and, if a result is off, the equation at
+fault. If a result is off, or float32 would choose another index or branch, the program
+also runs in float32 beside float64. This run shows which results float32 itself
+determines, and what its own choices lead to.
 
-- `text`, `figures`, `notes`: what is known of a result, and of what it is made.
-- `equations`, `dtypes`: all equations of a program, and `dtype_report`, which runs none.
-- `wide`, `program`, `pairs`: a program in pieces, and a piece computed in pairs.
-- `value`, `loops`, `devices`, `shadow`: a program run in pairs, and noted.
-- `gradient`, `paths`, `scale`, `run`: the gradient, run at 1 and at the scale that fits.
+A result whose numbers are only moved, such as a transpose, shares the note of its
+operand. The rows that a loop slices and the stacks that it joins get notes of their
+own, but the table of a report leaves these out.
+
+Read the files in this order, from the parts to the whole. They build on `_programs`,
+which explains equations:
+
+- `text`, `figures`, `notes`: the error and size of a result, and its operands.
+- `equations`, `dtypes`: the equations of a program; `dtype_report`, which only reads
+  them.
+- `wide`, `program`, `pairs`: one equation in wider floats; a program cut into pieces; a
+  piece computed on pairs.
+- `value`, `loops`, `devices`, `shadow`: a whole program run on pairs, with notes.
+- `gradient`, `paths`, `scale`, `run`: the gradient, run at scale 1 and at the scale
+  that fits.
 - `fault`, `cause`, `wrong`: the equation at fault, what it does, and what is wrong.
-- `table`, `choices`: a row for each equation, and what float32 decides otherwise.
-- `page`, `advice`, `axes`, `picture`, `diagnose`: what is found, said and drawn.
+- `table`, `choices`: a row for each equation, and what float32 decides differently.
+- `page`, `advice`, `axes`, `picture`, `diagnose`: the report and its picture.
 
-The words that these files share:
+These files share some words:
 
-- A dtype is *narrow* if it is a floating-point one of 16 bits or fewer.
+- A dtype is *narrow* if it is a floating-point dtype of 16 bits or fewer.
 - The *reference* of a value is the same value in wider floats: in float32 beside the
   program as it is, and in float64 beside the program in float32.
 - A number is *off* by its distance from its reference, relative to the reference. It is
-  *bad* if it is not finite where the reference is, and *lost* if it is 0 where the
-  reference is not.
-- A value is *of the backward pass* if it depends on that pass's seed, which is the loss
-  scale. So if it is a float, it grows as the loss scale does, unless the pass is not
-  linear.
+  *bad* if it is not finite although the reference is, and *lost* if it is 0 although
+  the reference is not.
+- A value *belongs to the backward pass* if it depends on the seed of that pass, which
+  is the loss scale. If the pass is linear, its floats are proportional to the scale.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
-  or the condition of a loop. The reference *follows* the choices of the other value.
-- An *origin* is what all iterations of an equation share: its line, and its scope.
-- An *instruction* is an equation to run, and a *piece* is a number of consecutive
+  or the condition of a loop. The reference *follows* the choices of the value that it
+  is compared with.
+- An *origin* is what all iterations of an equation share: its source line, its scope.
+- An *instruction* is an equation to run. A *piece* is a sequence of consecutive
   instructions that are compiled together.
 """

@@ -1,8 +1,11 @@
-"""Choices that float32 would have made otherwise, and what follows from that.
+"""Finds choices that float32 would make differently, and the results that they change.
 
 A choice is an integer or boolean that depends on floats, such as an index, a mask or
-the condition of a loop. Beside the program, float32 makes the choices of the program.
-In a run of its own, the program in float32 makes its own.
+the condition of a loop: in 16 bits, `argmax([1.0, 1.0001])` is 0, in float32 it is 1.
+In the run beside the program, float32 follows the program's choices, and each note only
+records the share that it would make differently. In the further run in float32, the
+program makes its own choices. The difference between the two runs is what choices
+change.
 """
 
 from collections.abc import Container, Mapping
@@ -16,46 +19,59 @@ from optax_lossscale._diagnosis.run import Run, Runs
 
 
 def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """How far results are off from float32 with its own choices, if by much.
+    """Compares the loss and gradients with those of float32 with its own choices.
 
     Args:
       runs: the runs of the gradient.
       right: the names of the results that are right by the program's choices.
+
+    Returns:
+      The errors of results by name: only of those in `right`, and only errors above 5%.
     """
     any_differ = any(note.decided for note in runs.fitting.notes)
     if runs.in_float32 is None or not any_differ:
         return {}
     as_written = runs.fitting.results
-    off = {}
+    errors = {}
     for name, in_float32 in runs.in_float32.results.items():
-        pair = Pair(as_written[name].pair.actual, in_float32.pair.actual)
-        error = pair.figures.error
+        actual = as_written[name].pair.actual
+        own_choices = in_float32.pair.actual
+        error = Pair(actual, own_choices).figures.error
         if name in right and error > TOLERANCE:
-            off[name] = error
-    return off
+            errors[name] = error
+    return errors
 
 
 def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
-    """The choices that float32 would have made otherwise: for each line, the worst.
+    """Lists choices that float32 would make differently, the worst choice of each line.
 
-    Those that differ most come first. All of them count if the loss is off by choices,
-    or a gradient by more than a fifth. Otherwise, a mask counts if more than a fifth of
-    it differs, and any other choice if more than 5% of it does: fewer are near a tie,
-    where either choice is as good. None counts if the loss is not finite, as a
+    If choices put the loss off, or a gradient by more than a fifth, every difference
+    counts. Otherwise, a mask counts if more than a fifth of it differs, and any other
+    choice if more than 5% of it does. A smaller share is near a tie, where one choice
+    is as good as the other. If the loss is not finite, no choice counts, because a
     comparison with NaN means nothing.
+
+    Args:
+      run: the run whose choices to list.
+      off: what `off_by_choices` returned.
+
+    Returns:
+      Notes for a report, the choice that differs most first.
     """
     if not np.isfinite(run.loss.pair.actual):
         return []
-    most = max(off.values(), default=0.0)
-    all_count = THE_LOSS in off or most > LARGE_SHARE
-    worst: dict[str, Note] = {}
-    for note in sorted(run.notes, key=lambda note: note.decided, reverse=True):
-        if note.decided > (0.0 if all_count else _tolerated(note)):
-            worst.setdefault(note.line, note)
-    return [note.row for note in worst.values()]
+    largest_error = max(off.values(), default=0.0)
+    all_count = THE_LOSS in off or largest_error > LARGE_SHARE
+    worst_first = sorted(run.notes, key=lambda note: note.decided, reverse=True)
+    worst_by_line: dict[str, Note] = {}
+    for note in worst_first:
+        tolerated = 0.0 if all_count else _tolerated(note)
+        if note.decided > tolerated:
+            worst_by_line.setdefault(note.line, note)
+    return [note.row for note in worst_by_line.values()]
 
 
 def _tolerated(choice: Note) -> float:
-    """The share of a choice that may differ, as it changes no result by much."""
+    """The share of a choice that may differ if no result is off by much."""
     is_mask = choice.dtype == np.bool_ and choice.count > 1
     return LARGE_SHARE if is_mask else TOLERANCE

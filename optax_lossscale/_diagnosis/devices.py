@@ -1,11 +1,13 @@
-"""The inside of a `shard_map`, with the arrays of all devices stacked in one.
+"""Runs the inside of a `shard_map` on stacks, which hold the arrays of all its devices.
 
 Python runs the program in a `shard_map` piece by piece, so the values between two
-pieces have to exist outside of it. There, an array of shape (3,) on each of 4 devices
-is one of shape (4, 3), whose first axis is divided among the devices. Inside a second
-`shard_map` in the first, over 2 further devices each, it is one of shape (4, 2, 3).
-`entered` and `exited` convert operands and results of the inner one to and from that
-form, and `over` runs a piece.
+pieces exist outside of the `shard_map`. There, an array of shape (3,) on each of 4
+devices is one array of shape (4, 3), whose first axis is divided among the devices. A
+second `shard_map` inside the first, over 2 further devices, adds an axis: (4, 2, 3).
+
+`Devices.enter` converts the operands of a `shard_map` to stacks, `Devices.over_stacks`
+makes a function of one device's arrays apply to stacks, and `Devices.exit` converts the
+stacks of results back.
 """
 
 import functools
@@ -23,24 +25,26 @@ from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.versions import mapped_axes
 
 
-class _Map(NamedTuple):
-    """What one `shard_map` maps over."""
+class _ShardMap(NamedTuple):
+    """The mesh axes that one `shard_map` maps over."""
 
     mesh: Any
     axes: tuple[str, ...]
 
     @property
     def size(self) -> int:
-        """The number of its devices."""
+        """The number of devices along the axes."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
-    def of_stack(self) -> jax.P:
-        """The specification of a stack of its devices' arrays."""
+    def stack_spec(self) -> jax.P:
+        """The partition spec of a stack, whose first axis is divided among the devices."""
         return jax.P(self.axes)
 
-    def apply(self, function: Callable, in_specs: jax.P, out_specs: jax.P) -> Callable:
-        """A function of one device's arrays, as one of arrays laid out by the specs."""
+    def over_shards(
+        self, function: Callable, in_specs: jax.P, out_specs: jax.P
+    ) -> Callable:
+        """Makes a function of one device's arrays apply to arrays sharded by the specs."""
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -52,44 +56,52 @@ class _Map(NamedTuple):
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if any(types[axis] != AxisType.Explicit for axis in self.axes):
             return mapped
-        # Along explicit axes, arrays have to lie as `in_specs` says beforehand.
-        return lambda *args: mapped(*reshard(args, in_specs))
 
-    def stacked(self, function: Callable) -> Callable:
-        """A function of one device's arrays, as one of stacks of those of its devices."""
+        # If all axes are explicit, JAX refuses arrays with another sharding.
+        def resharded(*args):
+            return mapped(*reshard(args, in_specs))
 
-        def of_one_device(*args):
-            return jax.tree.map(_as_stack, function(*jax.tree.map(_alone, args)))
+        return resharded
 
-        return self.apply(of_one_device, self.of_stack, self.of_stack)
+    def over_stacks(self, function: Callable) -> Callable:
+        """Makes a function of one device's arrays apply to stacks over these devices."""
+
+        def on_one_device(*stacks_of_one):
+            args = jax.tree.map(_only_row, stacks_of_one)
+            results = function(*args)
+            return jax.tree.map(_stack_of_one, results)
+
+        return self.over_shards(on_one_device, self.stack_spec, self.stack_spec)
 
 
 class Devices(NamedTuple):
-    """The devices that a program runs on, by the `shard_map`s around it."""
+    """The devices that a program runs on: those of the `shard_map`s around it."""
 
-    maps: tuple[_Map, ...] = ()  # the outermost first
+    maps: tuple[_ShardMap, ...] = ()  # the outermost first
 
     def inside(self, eqn: JaxprEqn) -> "Devices":
-        """The devices of the program in a `shard_map` that runs on these devices."""
-        inner = _Map(eqn.params["mesh"], tuple(mapped_axes(eqn)))
+        """The devices inside a `shard_map` that runs on these devices."""
+        inner = _ShardMap(eqn.params["mesh"], tuple(mapped_axes(eqn)))
         return Devices((*self.maps, inner))
 
-    def over(self, function: Callable) -> Callable:
-        """A function of one device's arrays, as one of their stacks over all maps."""
+    def over_stacks(self, function: Callable) -> Callable:
+        """Makes a function of one device's arrays apply to stacks over all the maps."""
         for shard_map in reversed(self.maps):
-            function = shard_map.stacked(function)
+            function = shard_map.over_stacks(function)
         return function
 
-    def entered(self, value: Value, spec: jax.P) -> Value:
-        """An operand of the innermost `shard_map`, as the stack of what each device gets."""
-        return value.each(_on_each(self, _as_stack, spec, self.maps[-1].of_stack))
+    def enter(self, value: Value, spec: jax.P) -> Value:
+        """Converts an operand of the innermost `shard_map` to a stack of its shards."""
+        stack_spec = self.maps[-1].stack_spec
+        return value.map(_on_each(self, _stack_of_one, spec, stack_spec))
 
-    def exited(self, value: Value, spec: jax.P) -> Value:
-        """A result of the innermost `shard_map`, from its stack; undoes `entered`."""
-        return value.each(_on_each(self, _alone, self.maps[-1].of_stack, spec))
+    def exit(self, value: Value, spec: jax.P) -> Value:
+        """Converts the stack of a result of the innermost `shard_map` to the result."""
+        stack_spec = self.maps[-1].stack_spec
+        return value.map(_on_each(self, _only_row, stack_spec, spec))
 
-    def everywhere(self, x: Array) -> Array:
-        """An array that is the same on each device, as the stacked arrays of all."""
+    def replicate(self, x: Array) -> Array:
+        """Repeats an array for each device, in a stack over all the maps."""
         if not self.maps:
             return x
         sizes = [shard_map.size for shard_map in self.maps]
@@ -102,15 +114,16 @@ def _on_each(
 ) -> Callable:
     """Applies a function on each device of the innermost `shard_map`."""
     *outer, inner = devices.maps
-    mapped = inner.apply(function, in_spec, out_spec)
-    return jax.jit(Devices(tuple(outer)).over(mapped))
+    mapped = inner.over_shards(function, in_spec, out_spec)
+    over_stacks = Devices(tuple(outer)).over_stacks(mapped)
+    return jax.jit(over_stacks)
 
 
-def _as_stack(x: jax.Array) -> jax.Array:
-    """An array of one device as a stack of one."""
+def _stack_of_one(x: jax.Array) -> jax.Array:
+    """Adds the axis of a stack: on one device, a stack has one row."""
     return x[None]
 
 
-def _alone(x: jax.Array) -> jax.Array:
-    """The array of one device from a stack of one."""
+def _only_row(x: jax.Array) -> jax.Array:
+    """Returns the one row that a stack has on one device."""
     return x[0]

@@ -1,4 +1,10 @@
-"""All equations of a program, and what the results of one have of its operands."""
+"""The equations of a program, and which of them leave numbers as they are.
+
+`equations(program)` returns the equations of a program and of the loops, branches and
+calls in it. `keeps_numbers(eqn)` is true of a transpose, which only moves numbers, and
+of a cast from float16 to float32, which is exact. It is false of `x * 2`. A result that
+keeps all numbers of its operand is as far off as the operand, and shares its note.
+"""
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -11,17 +17,23 @@ from optax_lossscale._programs.walk import programs_in
 
 @cached_by_program
 def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
-    """All equations of a program, each once, and after it those of what it runs."""
-    found: dict[JaxprEqn, None] = {}
+    """Lists the equations of a program, each followed by those of the programs it runs.
+
+    An equation in a function that is called more than once is listed once.
+    """
+    eqns: dict[JaxprEqn, None] = {}  # an ordered set
     for eqn in open_jaxpr(program).eqns:
-        found[eqn] = None
+        eqns[eqn] = None
         for inner in programs_in(eqn):
-            found.update(dict.fromkeys(equations(inner)))
-    return tuple(found)
+            eqns.update(dict.fromkeys(equations(inner)))
+    return tuple(eqns)
 
 
 def is_one_to_one(eqn: JaxprEqn) -> bool:
-    """Whether each result is made of the operand in its place, and of no other."""
+    """Whether each result depends only on the operand in the same position.
+
+    An `optimization_barrier` or a `psum` of several arrays is an example.
+    """
     moves = traits(eqn) & (Trait.MOVES | Trait.SENDS)
     return bool(moves) and len(eqn.invars) == len(eqn.outvars)
 
@@ -34,6 +46,7 @@ def keeps_numbers(eqn: JaxprEqn) -> bool:
         return False
     if Trait.CASTS not in traits(eqn):
         return bool(traits(eqn) & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
+    (operand,) = eqn.invars
     (result,) = eqn.outvars
-    is_widened = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
-    return is_widened and is_narrow_dtype(dtype_in(eqn.invars[0]))
+    is_wide = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
+    return is_wide and is_narrow_dtype(dtype_in(operand))

@@ -1,12 +1,13 @@
-"""The loss and its gradient as one traced program, from arrays to arrays.
+"""Traces the loss and its gradient as one program, from arrays to arrays.
 
-Its arguments are the arrays in the parameters, arguments and keywords of the loss
-function, and last the *seed*: the cotangent of the loss, which is the loss scale. Its
-results are the loss, the gradient of each parameter, scaled, and the floats that the
-loss function returns beside the loss, such as batch statistics.
+The program takes the arrays among the inputs of the loss function: its parameters,
+arguments and keyword arguments. Its last argument is the *seed*, the cotangent of the
+loss, which is the loss scale. It returns the loss, the scaled gradient of each
+parameter, and the floats that the loss function returns beside the loss, such as batch
+statistics. For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed`
+times the gradient by `w`.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -37,17 +38,16 @@ from optax_lossscale._step.inputs import check_scalar
 
 
 class Gradient(NamedTuple):
-    """The program of a loss and its gradient, with its arguments before the seed."""
+    """The program of a loss and its gradient, with its arguments."""
 
     jaxpr: ClosedJaxpr
-    forward: Jaxpr  # its equations that do not depend on the seed
-    arguments: list[Argument]
-    # The dtypes of 16 bits or fewer among the results in the program
-    narrow_dtypes: tuple[np.dtype, ...]
+    forward: Jaxpr  # the equations of `jaxpr` that do not depend on the seed
+    arguments: list[Argument]  # all but the seed
+    narrow_dtypes: tuple[np.dtype, ...]  # of 16 bits or fewer, in any equation's result
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """The arrays by which the loss is differentiated, by name."""
+        """The arrays with respect to which the loss is differentiated, by name."""
         return {x.name: x.array for x in self.arguments if x.is_parameter}
 
 
@@ -56,13 +56,14 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Whatever is not an array is passed on to the loss function as it is. If no
-    parameter is an array, Python floats are taken for arrays, as `jax.grad` does.
+    Inputs that are not arrays are passed on to the loss function unchanged. If no
+    parameter is an array, Python floats among the parameters are converted to arrays,
+    as `jax.grad` does.
     """
     if not any(map(is_traceable, jax.tree.leaves(params))):
         params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
-    everything = (params, args, kwargs)
-    arguments = _arguments(everything)
+    inputs = (params, args, kwargs)
+    arguments = _arguments(inputs)
     positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
     leaves = [argument.array for argument in arguments]
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -70,52 +71,55 @@ def gradient_of(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
 
-    def wide_loss(parameters, arrays):
-        inputs = dict(enumerate(arrays)) | parameters
-        params, args, kwargs = _with_arrays(everything, inputs.values())
-        loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
-        return at_least_float32(loss), (loss, aux)
-
     def gradient(arrays, seed):
-        parameters = {n: arrays[n] for n in positions}
-        of_parameters = functools.partial(wide_loss, arrays=arrays)
-        wide, pull, (loss, aux) = jax.vjp(of_parameters, parameters, has_aux=True)
-        return loss, pull(seed.astype(wide.dtype)), aux
+        def wide_loss(parameters):
+            replaced = list(arrays)
+            for n, x in zip(positions, parameters, strict=True):
+                replaced[n] = x
+            params, args, kwargs = _with_arrays(inputs, replaced)
+            returned = loss_fn(params, *args, **kwargs)
+            loss, aux = _loss_and_aux(returned, has_aux)
+            # As in a training step, the loss scale is the cotangent of a wide loss.
+            return at_least_float32(loss), (loss, aux)
+
+        parameters = [arrays[n] for n in positions]
+        wide, pullback, (loss, aux) = jax.vjp(wide_loss, parameters, has_aux=True)
+        cotangent = seed.astype(wide.dtype)
+        return loss, pullback(cotangent), aux
 
     closed = jax.make_jaxpr(gradient)(leaves, jnp.float32(1))
-    _refuse_refs(closed.jaxpr)
-    on_host = [
-        argument._replace(array=jax.device_get(jnp.asarray(argument.array)))
-        for argument in arguments
-    ]
-    return Gradient(
-        closed, _forward(closed.jaxpr), on_host, _narrow_dtypes(closed.jaxpr)
-    )
+    jaxpr = closed.jaxpr
+    _refuse_refs(jaxpr)
+    arguments_on_host = []
+    for argument in arguments:
+        array = jax.device_get(jnp.asarray(argument.array))
+        arguments_on_host.append(argument._replace(array=array))
+    return Gradient(closed, _forward(jaxpr), arguments_on_host, _narrow_dtypes(jaxpr))
 
 
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
-    """The equations of a gradient that do not depend on its seed.
+    """Selects the equations of a gradient that do not depend on its seed.
 
-    The jaxpr is there to be read, not to be run: nothing in it makes its results.
+    The jaxpr can be inspected, but not run: the equations of its results are missing.
     """
-    of_backward: set[Var] = {jaxpr.invars[-1]}
-    forward = []
+    backward: set[Var] = {jaxpr.invars[-1]}
+    forward_eqns = []
     for eqn in jaxpr.eqns:
-        if of_backward.isdisjoint(variables(eqn.invars)):
-            forward.append(eqn)
+        if backward.isdisjoint(variables(eqn.invars)):
+            forward_eqns.append(eqn)
         else:
-            of_backward.update(eqn.outvars)
-    return jaxpr.replace(eqns=forward)
+            backward.update(eqn.outvars)
+    return jaxpr.replace(eqns=forward_eqns)
 
 
-def _with_arrays(everything: tuple, arrays: Iterable[Array]) -> tuple:
-    """Parameters, arguments and keywords with others in the places of their arrays."""
+def _with_arrays(inputs: tuple, arrays: Iterable[Array]) -> tuple:
+    """Replaces the arrays among the inputs of the loss function, in order."""
     remaining = iter(arrays)
-    return map_leaves(lambda x: next(remaining) if is_traceable(x) else x, everything)
+    return map_leaves(lambda x: next(remaining) if is_traceable(x) else x, inputs)
 
 
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Array]]:
-    """The loss that a loss function returned, and the floats beside it."""
+    """Splits what the loss function returned into the loss and the floats beside it."""
     loss = loss_of(returned, has_aux)
     check_scalar(THE_LOSS, loss)
     loss = jnp.asarray(loss)
@@ -127,15 +131,15 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
     return loss, [x for x in leaves if is_traceable(x) and is_inexact(x)]
 
 
-def _arguments(everything: tuple) -> list[Argument]:
-    """The arrays in parameters, arguments and keywords.
+def _arguments(inputs: tuple) -> list[Argument]:
+    """Names each array among the inputs of the loss function.
 
-    A variable of Flax NNX that is in two places counts once.
+    A variable of Flax NNX that is in two places is listed once.
     """
     prefixes = ("", "args/", "kwargs/")
     arguments = []
     seen: set[int] = set()
-    leaves = jax.tree.leaves_with_path(everything, is_leaf=is_variable)
+    leaves = jax.tree.leaves_with_path(inputs, is_leaf=is_variable)
     for (first, *path), leaf in leaves:
         if is_variable(leaf) and id(leaf) in seen:
             continue
@@ -144,23 +148,26 @@ def _arguments(everything: tuple) -> list[Argument]:
         for x in filter(is_traceable, jax.tree.leaves(leaf)):
             is_parameter = first.idx == 0 and is_inexact(x)
             arguments.append(Argument(name, x, is_parameter))
-    return _told_apart(arguments)
+    return _with_unique_names(arguments)
 
 
-def _told_apart(arguments: list[Argument]) -> list[Argument]:
-    """Arguments with numbers in equal names, as those in `{"a/b": x, "a": {"b": y}}`."""
+def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
+    """Appends numbers to equal names, such as two of `a/b` in `{"a/b": x, "a": {"b": y}}`.
+
+    A name that reports use for something else, such as "the loss", is numbered, too.
+    """
     names = [argument.name for argument in arguments]
     counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
-    return [
-        argument._replace(name=f"{argument.name} (argument {n})")
-        if counts[argument.name] > 1
-        else argument
-        for n, argument in enumerate(arguments)
-    ]
+    renamed = []
+    for n, argument in enumerate(arguments):
+        name = argument.name
+        unique = f"{name} (argument {n})" if counts[name] > 1 else name
+        renamed.append(argument._replace(name=unique))
+    return renamed
 
 
 def _refuse_refs(jaxpr: Jaxpr) -> None:
-    """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
+    """Raises if a program creates a `jax.Ref`, an array that is changed in place."""
     for eqn in equations(jaxpr):
         if any(map(is_ref, eqn.outvars)):
             raise TypeError(
@@ -170,6 +177,6 @@ def _refuse_refs(jaxpr: Jaxpr) -> None:
 
 
 def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
-    """The dtypes of 16 bits and fewer that results in a program have."""
+    """Lists the dtypes of 16 bits or fewer among the results of all equations."""
     results = [v for eqn in equations(jaxpr) for v in eqn.outvars]
     return tuple(filter(is_narrow_dtype, dict.fromkeys(dtypes_in(results))))

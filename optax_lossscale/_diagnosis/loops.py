@@ -1,168 +1,181 @@
-"""Loops and branches, run in Python iteration by iteration, with values in pairs.
+"""Runs loops and branches in Python, one iteration after the other, on pairs.
 
-So each iteration has notes of its own, which say where in a loop numbers go wrong. The
-program's own values choose which branch is taken, and how long a loop goes on. The
-reference follows them.
+Each iteration gets its own notes, which tell in which iteration of a loop numbers go
+wrong. The values that the program computes, not their references, decide which branch
+runs and when a loop ends. The reference follows them.
+
+The examples of a batched `while` may need different numbers of iterations. So may the
+devices of a `shard_map`, which may also take different branches. The body or branch
+then runs on the whole array, and its results are kept only for the *active* examples or
+devices: those whose loop goes on, or that take the branch. The inactive ones compute on
+copies of an active one, so that no note describes numbers that the program never
+computes.
 """
 
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Instruction
-from optax_lossscale._diagnosis.value import Value, with_own_note
+from optax_lossscale._diagnosis.value import Value, moved_value
 from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carried_by, first_inside
 
 RunsProgram = Callable[..., list[Value]]
-"""Runs a program.
+"""Runs a program on values: `run(program, values)`.
 
-It is called with the program, its arguments and, in a loop, the number of the iteration,
-in a tuple.
+The call for iteration `n` of a loop is `run(program, values, (n,))`.
 """
 
 
 def scan(
-    instruction: Instruction, ins: Sequence[Value], run: RunsProgram, axis: int
+    instruction: Instruction, operands: Sequence[Value], run: RunsProgram, axis: int
 ) -> list[Value]:
-    """The results of a `scan`.
+    """Runs a `scan`.
 
     Args:
       instruction: the `scan`.
-      ins: its operands.
-      run: runs its body.
-      axis: the axis of arrays along which the iterations lie.
+      operands: its operands: the constants, the initial carry, and the arrays to scan.
+      run: runs the body.
+      axis: the axis of the arrays along which the iterations lie. It comes after one
+        axis of devices for each `shard_map` around the loop.
     """
     (body,) = instruction.programs
     eqn = instruction.eqn
     carried = carried_by(eqn)
-    consts = ins[: carried.start]
-    carry = ins[carried.start : carried.stop]
+    consts = operands[: carried.start]
+    carry = operands[carried.start : carried.stop]
+    stacks = operands[carried.stop :]
     length = eqn.params["length"]
-    columns = [_rows(stack, length, axis) for stack in ins[carried.stop :]]
-    iterations = range(length)
-    rows_of_each = {}
-    for n in reversed(iterations) if eqn.params["reverse"] else iterations:
-        rows = [column[n] for column in columns]
-        results = run(body, [*consts, *carry, *rows], (n,))
+    rows_of_stacks = [_unstack(stack, length, axis) for stack in stacks]
+    is_reversed = eqn.params["reverse"]
+    order = range(length)
+    if is_reversed:
+        order = reversed(order)
+    ys = []  # the results of each iteration, without the carry
+    for n in order:
+        xs = [rows[n] for rows in rows_of_stacks]
+        results = run(body, [*consts, *carry, *xs], (n,))
         carry = results[: len(carried)]
-        rows_of_each[n] = results[len(carried) :]
-    stacks = zip(*(rows_of_each[n] for n in iterations), strict=True)
-    return [*carry, *(_stack(rows, axis) for rows in stacks)]
+        ys.append(results[len(carried) :])
+    if is_reversed:
+        ys.reverse()
+    stacked = [_stack(rows, axis) for rows in zip(*ys, strict=True)]
+    return [*carry, *stacked]
 
 
 def while_loop(
-    instruction: Instruction, ins: Sequence[Value], run: RunsProgram
+    instruction: Instruction, operands: Sequence[Value], run: RunsProgram
 ) -> list[Value]:
-    """The results of a `while`; in a batch, each example ends by its own condition."""
+    """Runs a `while` until its condition holds for no example and on no device."""
     condition, body = instruction.programs
-    first = first_inside(instruction.eqn)
-    start = carried_by(instruction.eqn).start
-    of_condition = ins[:first]
-    of_body = ins[first:start]
-    carry = list(ins[start:])
+    n_cond_consts = first_inside(instruction.eqn)
+    n_consts = carried_by(instruction.eqn).start
+    cond_consts = operands[:n_cond_consts]
+    body_consts = operands[n_cond_consts:n_consts]
+    carry = list(operands[n_consts:])
     for n in itertools.count():
-        (flags,) = run(condition, [*of_condition, *carry], (n,))
-        goes_on = np.asarray(flags.pair.actual)
-        if not goes_on.any():
+        (goes_on,) = run(condition, [*cond_consts, *carry], (n,))
+        active = np.asarray(goes_on.pair.actual)
+        if not active.any():
             break
-        results = run(body, [*of_body, *_filled(goes_on, carry)], (n,))
-        carry = _where(goes_on, results, carry)
+        active_carry = _with_inactive_filled(active, carry)
+        results = run(body, [*body_consts, *active_carry], (n,))
+        carry = _select(active, results, carry)
     return carry
 
 
 def cond(
-    instruction: Instruction, ins: Sequence[Value], run: RunsProgram
+    instruction: Instruction, operands: Sequence[Value], run: RunsProgram
 ) -> list[Value]:
-    """The results of a `cond`, in which several devices may take different branches."""
+    """Runs the branch that the index of a `cond` chooses, or several for several devices."""
     branches = instruction.programs
-    index, *operands = ins
+    index, *branch_operands = operands
     chosen = np.clip(index.pair.actual, 0, len(branches) - 1)
     results: list[Value] = []
     for number in np.unique(chosen):
-        here = np.asarray(chosen == number)
-        of_branch = run(branches[number], _filled(here, operands))
-        results = _where(here, of_branch, results or of_branch)
+        active = np.asarray(chosen == number)
+        active_operands = _with_inactive_filled(active, branch_operands)
+        branch_results = run(branches[number], active_operands)
+        results = _select(active, branch_results, results or branch_results)
     return results
 
 
-# Where iterations or branches differ between examples, or between devices, a program runs
-# for all of them. Those whose loop has ended, or that take another branch, do not
-# *count*: they copy one that does, so that no note is about numbers that the program
-# never computes.
-
-
-def _filled(counts: np.ndarray, values: Sequence[Value]) -> list[Value]:
-    """Values in which the examples or devices that do not count copy one that does."""
-    if counts.all():
+def _with_inactive_filled(active: np.ndarray, values: Sequence[Value]) -> list[Value]:
+    """Copies the first active example or device over the inactive ones."""
+    if active.all():
         return list(values)
 
-    def filled(x):
-        first = _on_host(x)[counts][0]
-        return _chosen(counts, x, first)
+    def fill(x):
+        first_active = _on_host(x)[active][0]
+        return _where(active, x, first_active)
 
-    return [value.each(filled) for value in values]
+    return [value.map(fill) for value in values]
 
 
-def _where(
-    counts: np.ndarray, new: Sequence[Value], old: Sequence[Value]
+def _select(
+    active: np.ndarray, new: Sequence[Value], old: Sequence[Value]
 ) -> list[Value]:
-    """The new values for the examples or devices that count, and else the old ones."""
-    if counts.all():
+    """Takes the new values for active examples or devices, and the old ones for others."""
+    if active.all():
         return list(new)
-    choose = functools.partial(_chosen, counts)
-    joined = []
+    selected = []
     for x, y in zip(new, old, strict=True):
-        pair = jax.tree.map(choose, x.pair, y.pair)
-        joined.append(with_own_note(pair, [x, y]))
-    return joined
+        actual = _where(active, x.pair.actual, y.pair.actual)
+        reference = _where(active, x.pair.reference, y.pair.reference)
+        selected.append(moved_value(Pair(actual, reference), [x, y]))
+    return selected
 
 
-def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
-    """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
-    further_axes = tuple(range(which.ndim, np.ndim(x)))
-    return jnp.where(np.expand_dims(which, further_axes), _on_host(x), _on_host(y))
+def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
+    """`jnp.where` for a condition that has only the leading axes of the arrays."""
+    trailing_axes = tuple(range(condition.ndim, np.ndim(x)))
+    condition = np.expand_dims(condition, trailing_axes)
+    return jnp.where(condition, _on_host(x), _on_host(y))
 
 
-# --- stacks of what each iteration reads or makes ---
+# --- the arrays that a scan slices and stacks ---
 
 
-def _rows(stack: Value, length: int, axis: int) -> list[Value]:
-    """The rows of a stack, one for each iteration, with notes of their own."""
-    whole = stack.each(_on_host).pair
+def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
+    """Slices a stack into a value for each iteration.
+
+    If a loop made the stack, each row gets back the note that it had there.
+    """
+    pair = stack.map(_on_host).pair
     rows = []
     for n in range(length):
-        at = (*[slice(None)] * axis, n)
-        pair = jax.tree.map(operator.itemgetter(at), whole)
-        if stack.parts:
-            rows.append(Value(pair, stack.parts[n]))
+        index = (*[slice(None)] * axis, n)
+        row = Pair(pair.actual[index], pair.reference[index])
+        if stack.row_notes:
+            rows.append(Value(row, stack.row_notes[n]))
         else:
-            rows.append(with_own_note(pair, [stack]))
+            rows.append(moved_value(row, [stack]))
     return rows
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
-    """The values of all iterations in a stack, which keeps the note of each."""
+    """Stacks the values of all iterations, and keeps the note of each."""
 
-    def stack(*arrays):
+    def stack_arrays(*arrays):
         numpy = jnp if _is_key(arrays[0]) else np
         return numpy.stack(arrays, axis)
 
     pairs = [row.pair for row in rows]
-    stacked = with_own_note(jax.tree.map(stack, *pairs), rows)
-    return stacked._replace(parts=[row.note for row in rows])
+    pair = jax.tree.map(stack_arrays, *pairs)
+    row_notes = [row.note for row in rows]
+    return moved_value(pair, rows)._replace(row_notes=row_notes)
 
 
 def _on_host(x: Array) -> Array:
-    """An array in NumPy, however it is placed on devices, unless it holds random keys."""
+    """Copies an array from its devices to NumPy, unless it holds random keys."""
     return x if _is_key(x) else np.asarray(x)
 
 
 def _is_key(x: Array) -> bool:
-    """Whether an array holds random keys, which NumPy does not know."""
+    """Whether an array holds random keys, a dtype that NumPy does not have."""
     return not isinstance(x.dtype, np.dtype)

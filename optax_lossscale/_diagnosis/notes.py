@@ -1,8 +1,10 @@
-"""Notes: what is known of each result, and of what it is made.
+"""Notes: how accurate and how large each result is, and what it was computed from.
 
-A `Note` belongs to one result of one equation, in one iteration of the loops around it. Its
-`reads` are the notes of the operands, so the notes of a run are a graph, which `cause`
-and `scale` go back along. What is the same in all iterations is in its `Origin`.
+A `Note` belongs to one result of one equation, in one iteration of the loops around the
+equation. Its `reads` are the notes of the operands, so the notes of a run form a graph:
+for `y = exp(x)`, the note of `y` reads the note of `x`. `cause` and `scale` follow this
+graph back from a result that is off or overflows. All iterations of an equation share
+an `Origin`, which holds the equation's source line and scope.
 """
 
 import dataclasses
@@ -20,61 +22,61 @@ from optax_lossscale._programs.operations import Trait, traits_of
 from optax_lossscale._programs.values import is_inexact_dtype
 
 THE_LOSS = "the loss"
-"""What reports call the loss. No parameter has this name or one of the two below."""
+"""The name of the loss in reports. A parameter named so, or as below, is renamed."""
 
 ALL = "all"
-"""What they call the group of all parameters."""
+"""The name of the group of all parameters."""
 
 A_VALUE_INSIDE = "a value inside"
-"""What they call a value that is neither the loss nor a gradient."""
+"""The name of any value that is neither the loss nor a gradient."""
 
 SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY
-"""The traits of an operation that adds."""
+"""The traits of operations that add or subtract."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """Where values come from: an argument of the program, an equation, or a loop.
+    """The argument of the program or the equation that values come from.
 
-    What a loop takes apart or joins has the origin of the equation that computed it, but
-    without the `primitive`, and without `stays_narrow`.
+    Numbers that a loop or branch only moves, such as the rows of a stack, keep the
+    origin of the equation that computed them, as changed by `moved`.
     """
 
     name: str = ""  # the path of an argument
-    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
-    primitive: str = ""  # the name of the operation that computes them
+    is_parameter: bool = False  # whether the loss is differentiated by this argument
+    primitive: str = ""  # the name of the equation's operation
     source: str = ""  # the user's line that made the equation
-    # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
-    scope: str = ""
-    # Whether JAX transposed it: in the backward pass of the loss, or in a derivative
-    # that the loss function takes itself, of which `Note.is_backward` is False
+    scope: str = ""  # the equation's scopes, such as `encoder/layer_3`
+    # Whether JAX transposed the equation, either for the backward pass of the loss or
+    # for a derivative inside the loss function, where `Note.is_backward` is False
     is_derivative: bool = False
-    terms: int = 1  # how many terms make each number of a product or sum
-    stays_narrow: bool = False  # whether it computes in 16 bits if given wider floats
-    # Whether it adds or multiplies by a constant that may have been lost to rounding
+    terms: int = 1  # how many terms each number of a product or sum adds up
+    stays_narrow: bool = False  # whether it computes in 16 bits even on wider floats
+    # Whether it adds or multiplies by a constant that rounding may have destroyed
     has_lost_constant: bool = False
 
     @property
     def moved(self) -> "Origin":
-        """The origin of what a loop takes from, or makes of, the results of this equation."""
+        """The origin of this equation's results after a loop or branch has moved them."""
         return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Note(Figures):
-    """What is known of one result of an equation, in one iteration of the loops around it.
+    """The error and size of one result of an equation, in one iteration of its loops.
 
     Attributes:
-      origin: the equation, or the argument of the program.
+      origin: the equation that computed the result, or the argument of the program.
       dtype: the dtype of the result.
-      position: which of the equation's results it is, from 0.
-      rounds: the number of the iteration of each loop around it, from 0, the outermost
-        loop first.
-      is_backward: whether it is of the backward pass, and so in proportion to the loss
-        scale, unless the pass is not linear.
-      reads: the notes of its operands, which are left out in a report.
-      before: how far the worst of its operands is from the reference, as `error` is.
-      nearest: the parameters that are the fewest equations before it, in a report.
+      position: the position of the result among the results of its equation.
+      rounds: the number of the iteration of each loop around the equation, counted from
+        0, the outermost loop first.
+      is_backward: whether the result belongs to the backward pass. It is then
+        proportional to the loss scale, unless the backward pass is not linear.
+      reads: the notes of the operands. A report leaves them out.
+      before: the largest `error` of an operand.
+      nearest: the parameters from which the fewest equations lead to the result. They
+        are set in a report only.
     """
 
     origin: Origin
@@ -88,64 +90,64 @@ class Note(Figures):
 
     @property
     def is_computed(self) -> bool:
-        """Whether it is the result of an equation, neither an argument nor moved."""
+        """Whether it is as an equation computed it: neither an argument nor moved."""
         return self.origin.primitive != ""
 
     @property
     def is_argument(self) -> bool:
-        """Whether it is of an argument of the program, moved or not."""
+        """Whether it is an argument of the program, moved or not."""
         return self.origin.name != ""
 
     @property
     def stays_narrow(self) -> bool:
-        """Whether the reference was computed in 16 bits as well."""
+        """Whether the reference was computed in 16 bits, too, as by a kernel."""
         return self.origin.stays_narrow and is_inexact_dtype(self.dtype)
 
     @property
     def is_shared(self) -> bool:
-        """Whether the reference takes its floats as the program computes them.
+        """Whether the reference is a copy of what the program computed.
 
-        It does if the equation runs once, as an `io_callback` has to.
+        An equation with effects, such as an `io_callback`, runs once for both.
         """
         return is_inexact_dtype(self.dtype) and self.is_any(Trait.EFFECTFUL)
 
     @property
     def result(self) -> tuple[Origin, int, tuple[int, ...]]:
-        """A key of the result, which is equal in every run of the program if computed."""
+        """A key by which to find a computed result in another run of the program."""
         return self.origin, self.position, self.rounds
 
     @property
     def primitive(self) -> str:
-        """The name of the operation in JAX, as `dot_general`; of an argument, its path."""
+        """JAX's name of the operation, such as `dot_general`; the path of an argument."""
         return self.origin.primitive or self.origin.name
 
     @property
     def source(self) -> str:
-        """The line that made it, with its file and function; "" of an argument."""
+        """The user's line, with file and function, that made it; "" for an argument."""
         return self.origin.source
 
     @property
     def layer(self) -> str:
-        """The scope that it is in, or else the parameters nearest to it."""
+        """The scope of the equation, or if it is in none, the nearest parameters."""
         return self.origin.scope or some(self.nearest)
 
     @property
     def line(self) -> str:
-        """The operation and its line, as reports name it."""
+        """The operation and its source line, such as `exp at model.py:12 (f)`."""
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
-        inside = [self.layer, *(f"iteration {n}" for n in self.rounds)]
-        layer = ", ".join(filter(None, inside))
-        return f"{self.line} [{layer}]" if layer else self.line
+        parts = [self.layer, *(f"iteration {n}" for n in self.rounds)]
+        place = ", ".join(filter(None, parts))
+        return f"{self.line} [{place}]" if place else self.line
 
     @property
     def row(self) -> "Note":
-        """The same note without those that it reads, to be kept in a report."""
+        """This note for a report: without its `reads`, and with its `nearest`."""
         return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
     def is_any(self, traits: Trait) -> bool:
-        """Whether its operation has any of these traits."""
+        """Whether the operation has any of these traits."""
         return bool(traits_of(self.origin.primitive) & traits)
 
 
@@ -157,7 +159,7 @@ def note_of(
     rounds: tuple[int, ...],
     position: int = 0,
 ) -> Note:
-    """The note of a result that has these figures, with what follows from `reads`."""
+    """Builds the note of a result; derives `is_backward` and `before` from `reads`."""
     before = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
@@ -172,26 +174,29 @@ def note_of(
 
 
 def _nearest_to(note: Note) -> tuple[str, ...]:
-    """The parameters that are the fewest equations before a result."""
-    level = {note}
+    """Finds the parameters from which the fewest equations lead to a result."""
+    frontier = {note}  # the notes at one distance from the result
     seen: set[Note] = set()
-    while level:
-        names = {member.origin.name for member in level if member.origin.is_parameter}
+    while frontier:
+        origins = [member.origin for member in frontier]
+        names = {origin.name for origin in origins if origin.is_parameter}
         if names:
             return tuple(sorted(names, key=natural_sort_key))
-        seen |= level
-        level = {read for member in level for read in member.reads} - seen
+        seen |= frontier
+        frontier = {read for member in frontier for read in member.reads} - seen
     return ()
 
 
 def back_from(
     notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
-    """Notes themselves, what they read, and so on, each once, the last one given first.
+    """Yields notes, then the notes that they read, and so on, each note once.
+
+    The search is depth-first, and begins with the last note of `notes`.
 
     Args:
-      notes: where to begin.
-      reads: gives what a note reads, by default all of its operands.
+      notes: the notes to begin with.
+      reads: returns the notes to visit after a note, by default those of all operands.
     """
     pending = list(notes)
     seen: set[Note] = set()
@@ -204,7 +209,7 @@ def back_from(
 
 
 def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
-    """The least size that a dtype rounds to infinity."""
+    """The smallest number that rounds to infinity in a dtype: 65520 for float16."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
@@ -212,5 +217,5 @@ def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
 
 
 def least_normal(dtype: np.dtype | type[np.generic]) -> float:
-    """The least normal number of a dtype."""
+    """The smallest normal number of a dtype: 2**-14 for float16."""
     return float(jnp.finfo(dtype).tiny)

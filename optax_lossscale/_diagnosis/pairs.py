@@ -1,8 +1,9 @@
 """Pairs of a value and its reference in wider floats, and equations applied to pairs.
 
-For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
-gives a float16 array beside the float32 one, and the multiplication is applied to each
-of the two. `compute` does so for the instructions of a piece, inside `jit`.
+In `y = x.astype(float16) * 3` with `x` in float32, `x` becomes a pair of equal arrays.
+The cast rounds the first to float16 and leaves the second in float32, and the
+multiplication is applied to each of the two. The difference of the two results is the
+error of `y`. `compute` applies the equations of a piece to pairs, inside `jit`.
 """
 
 import functools
@@ -27,9 +28,9 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# Without its optimizations, XLA compiles for CPUs three times as fast. Most pieces run so
-# few times that compiling them takes longer than running.
-_QUICKLY = {
+# On CPUs, XLA compiles three times as fast without its optimizations. Most pieces run
+# so few times that compiling them takes longer than running them.
+_FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -37,51 +38,51 @@ _QUICKLY = {
 
 
 class Widths(NamedTuple):
-    """The floats that the two arrays of a pair are computed in.
+    """The dtypes to which the floats of each array of a pair are widened.
 
-    Where the program's own are wider, they are kept.
+    Floats that are wider already stay as they are.
     """
 
-    actual: np.dtype | None  # None for the program's own
+    actual: np.dtype | None  # None to run the program in its own dtypes
     reference: np.dtype
 
 
 AS_WRITTEN = Widths(None, FLOAT32)
-"""The program as it is. The reference is float32, which follows the program's choices."""
+"""The program as it is, beside a float32 reference that follows its choices."""
 
 IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
-"""The program in float32, which makes its own choices. The reference is float64.
+"""The program in float32, which makes its own choices, beside a float64 reference.
 
-Run it with `jax.enable_x64`.
+A run with these widths needs `jax.enable_x64`.
 """
 
 
 class Pair(NamedTuple):
-    """A value as it is computed, and its reference: the same in wider floats."""
+    """A value as it is computed, and the same value in wider floats."""
 
     actual: Array
     reference: Array
 
     @property
-    def settled(self) -> "Pair":
-        """The pair as later equations read it: of integers or booleans, the actual ones."""
+    def as_operand(self) -> "Pair":
+        """The pair as later equations read it: both follow the actual choices."""
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
     def figures(self) -> Figures:
-        """How far the two are apart, and how large; of choices, how many differ."""
+        """The error and size of floats, or the share of choices that differ."""
         if not is_inexact(self.actual):
             return figures_of_choices(self.actual, self.reference)
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
         actual = np.asarray(self.actual, dtype)
-        # A number of float64 that float32 does not hold becomes infinite.
+        # A float64 number above float32's range becomes infinite.
         with np.errstate(over="ignore"):
             reference = np.asarray(self.reference, dtype)
         return figures_of(actual, reference)
 
 
-def exact(x: Array, widths: Widths) -> Pair:
-    """The pair of an argument or constant, which is the same in both, but for its dtype."""
+def pair_of(x: Array, widths: Widths) -> Pair:
+    """Pairs an argument or a constant with itself, each widened to its width."""
     if not is_inexact(x):
         return Pair(x, x)
     actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))
@@ -89,36 +90,47 @@ def exact(x: Array, widths: Widths) -> Pair:
     return Pair(actual, reference)
 
 
-def compute(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
-    """The results of each instruction of a piece.
+def compute(piece: Piece, widths: Widths, inputs: Sequence[Pair]) -> list[list[Pair]]:
+    """Applies the instructions of a piece to pairs.
 
-    Of a choice, the reference is what it decides by itself.
+    Args:
+      piece: the piece.
+      widths: the dtypes of each pair.
+      inputs: the pair of each variable that the piece reads.
+
+    Returns:
+      The results of each instruction. If a result is a choice, its reference is the
+      choice that the reference makes by itself, not the one that it follows later.
     """
-    env = dict(zip(piece.reads, map(_resharded, piece.reads, ins), strict=True))
+    env = {}
+    for v, pair in zip(piece.reads, inputs, strict=True):
+        env[v] = _resharded(v, pair)
     results = []
     for instruction in piece.instructions:
         eqn = instruction.eqn
-        operands = [env[v].settled for v in instruction.ins]
-        with eqn.ctx.manager:  # the mesh may be another one, as inside of `auto_axes`
-            pairs = _results(eqn, operands, widths)
+        operands = [env[v].as_operand for v in instruction.operands]
+        # The mesh of an equation may differ from the current one, as in `auto_axes`.
+        with eqn.ctx.manager:
+            pairs = _apply(eqn, operands, widths)
         env.update(zip(eqn.outvars, pairs, strict=True))
         results.append(pairs)
     return results
 
 
 def _resharded(v: Var, pair: Pair) -> Pair:
-    """A pair whose arrays lie along the axes of a mesh as they did when traced.
+    """Gives the arrays of a pair the sharding that the variable had when traced.
 
-    The host may have had them in the meantime. JAX refuses operands that lie
-    differently, if an axis is explicit.
+    They may have been on the host since, and lost it. JAX refuses operands with another
+    sharding if an axis of the mesh is explicit.
     """
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return pair
 
     def resharded(x):
-        types = (*sharding.mesh.axis_types, *jax.typeof(x).sharding.mesh.axis_types)
-        if AxisType.Explicit not in types:
+        current_mesh = jax.typeof(x).sharding.mesh
+        axis_types = (*sharding.mesh.axis_types, *current_mesh.axis_types)
+        if AxisType.Explicit not in axis_types:
             return x
         with jax.sharding.use_abstract_mesh(sharding.mesh):
             return reshard(x, sharding)
@@ -126,54 +138,58 @@ def _resharded(v: Var, pair: Pair) -> Pair:
     return jax.tree.map(resharded, pair)
 
 
-def _results(eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
-    """The results of an equation."""
-    actual = in_wide(eqn, [x.actual for x in ins], widths.actual)
+def _apply(eqn: JaxprEqn, operands: Sequence[Pair], widths: Widths) -> list[Pair]:
+    """Applies an equation to the actual operands and to their references."""
+    actual_operands = [pair.actual for pair in operands]
+    actual = in_wide(eqn, actual_operands, widths.actual)
     if not any(map(is_inexact, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, actual, actual))
-    if Trait.EFFECTFUL in traits(eqn):
+    if Trait.EFFECTFUL in traits(eqn):  # must not run a second time
         return [Pair(x, widened(x, widths.reference)) for x in actual]
-    reference = in_wide(eqn, [x.reference for x in ins], widths.reference)
+    reference_operands = [pair.reference for pair in operands]
+    reference = in_wide(eqn, reference_operands, widths.reference)
     pairs = list(map(Pair, actual, reference))
-    # What is sorted can be compared even if the two orders differ.
+    # A sort needs no such care: sorted numbers compare well even if the orders differ.
     if Trait.CHOOSES in traits(eqn):
         return pairs
-    return _by_its_choices(pairs)
+    return _with_same_choices(pairs)
 
 
-def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
-    """The results of an equation that returns floats and choices that belong together.
+def _with_same_choices(pairs: list[Pair]) -> list[Pair]:
+    """Makes the reference follow choices that an equation returns along with floats.
 
     The factors of an LU decomposition mean nothing without its pivots. So if the
-    reference has other pivots, in any matrix of a batch, its factors are replaced by the
-    actual ones in the whole batch. The first choice decides, as the pivots do, and any
-    other follows from it.
+    reference chooses other pivots for any matrix of a batch, the actual factors replace
+    its factors in the whole batch. Only the first choice is compared, such as the
+    pivots, as any other follows from it.
     """
     choices = [pair for pair in pairs if not is_inexact(pair.actual)]
     if not choices or len(choices) == len(pairs):
         return pairs
-    are_same = jnp.all(choices[0].actual == choices[0].reference)
-
-    def joined(pair):
-        if not is_inexact(pair.actual):
-            return pair
-        actual = astype(pair.actual, pair.reference.dtype)
-        return Pair(pair.actual, jnp.where(are_same, pair.reference, actual))
-
-    return list(map(joined, pairs))
+    first = choices[0]
+    are_same = jnp.all(first.actual == first.reference)
+    results = []
+    for pair in pairs:
+        if is_inexact(pair.actual):
+            actual = astype(pair.actual, pair.reference.dtype)
+            reference = jnp.where(are_same, pair.reference, actual)
+            results.append(Pair(pair.actual, reference))
+        else:
+            results.append(pair)
+    return results
 
 
 @functools.cache
 def compiler_options() -> dict[str, bool | int]:
-    """Compiler options that keep every rounding, and, on CPUs, compile in little time."""
-    # By default XLA may drop a cast to 16 bits and back, but its rounding counts here.
+    """Compiler options that keep every rounding, and on CPUs shorten the compilation."""
+    # By default, XLA may remove a cast to 16 bits and back, whose rounding counts here.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":
         return options
-    quickly = options | _QUICKLY
-    # XLA does not say which options it has: a release may drop one of them.
+    fast = options | _FAST_TO_COMPILE
+    # XLA does not list its options, and a release may drop one, so try them.
     try:
-        jax.jit(lambda: 0.0, compiler_options=quickly).lower().compile()
+        jax.jit(lambda: 0.0, compiler_options=fast).lower().compile()
     except jax.errors.JaxRuntimeError:
         return options
-    return quickly
+    return fast

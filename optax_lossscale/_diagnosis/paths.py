@@ -1,4 +1,9 @@
-"""Paths from a note back, each step to one of the notes that it reads."""
+"""Paths through the graph of notes, from a result back towards the arguments.
+
+A note knows the notes of its operands. `path_from` follows one operand at each step,
+for example the one that is off the most. `jump` finds where on the path a size, such
+as the error, grows most.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -7,22 +12,32 @@ from optax_lossscale._diagnosis.notes import Note
 
 
 def path_from(note: Note, step: Callable[[Note], Note | None]) -> list[Note]:
-    """A note, the one that `step` gives for it, and so on, until it gives None."""
+    """Follows `step` from note to note until it returns None.
+
+    Returns:
+      `note`, `step(note)`, `step(step(note))` and so on.
+    """
     path = []
-    at: Note | None = note
-    while at is not None:
-        path.append(at)
-        at = step(at)
+    current: Note | None = note
+    while current is not None:
+        path.append(current)
+        current = step(current)
     return path
 
 
 def jump(path: Sequence[Note], sizes: Sequence[float], least: float) -> Note | None:
-    """The note of a path at which a size grows most, if that is `least` times or more.
+    """Finds the note on a path at which a size grows most.
+
+    The sizes 8, 8 and 1 for the path `[c, b, a]` grow at `b`, by a factor of 8.
 
     Args:
       path: the notes, from a result back.
-      sizes: the positive size of each, and perhaps of what comes before the last one.
-      least: the least growth that counts.
+      sizes: a positive size for each note. One more size may follow: the size before
+        the last note, so that growth at that note counts too.
+      least: the smallest factor that counts as growth.
+
+    Returns:
+      The note, or None if no size grows by a factor of `least` or more.
     """
     growth = [size / earlier for size, earlier in pairwise(sizes)]
     most = max(growth, default=0.0)

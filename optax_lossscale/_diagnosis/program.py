@@ -1,9 +1,11 @@
-"""The traced program as a list of instructions, in pieces to compile together.
+"""Divides a traced program into pieces, which are compiled or run one by one.
 
-An *instruction* is an equation with its origin in the program. A *piece* is a number of
-consecutive instructions. It ends at each product, so that the layers of a model, which
-are alike, share what is compiled for one. A loop, branch or `shard_map` that reads or
-gives floats is a piece by itself, whose programs are divided in turn.
+An *instruction* is an equation with what a run needs to know about it, such as its
+source line. A *piece* is a sequence of consecutive instructions, which are compiled as
+one function. A piece ends after each product: `relu(relu(x @ v) @ w) @ u` becomes the
+pieces `x @ v`, `relu, @ w` and `relu, @ u`. So layers that are alike become pieces that
+are alike, and share one compiled function. A loop, branch or `shard_map` with floats is
+a piece by itself, which Python runs, and the programs inside it are divided in turn.
 """
 
 import math
@@ -35,85 +37,98 @@ from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
 _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
-# Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
+# Scopes that JAX and autocast add; one with an arrow is the formula of an `einsum`
 _SCOPES_OF_JAX = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
 
 
 class Instruction(NamedTuple):
-    """An equation with its origin, with variables that no other instruction makes."""
+    """An equation with what a run needs to know about it."""
 
     eqn: JaxprEqn
-    ins: Sequence[Var]  # its operands; a literal has a variable of its own
+    operands: Sequence[Var]  # a new variable stands for each literal
     origin: Origin
-    programs: Sequence[
-        "Program"
-    ]  # of a loop, branch or `shard_map`, to be run in Python
-    # The positions of the results that have notes of their own: floats, and choices that
-    # depend on floats. Any other result only moves numbers, or is an integer that no
-    # float decides, and has the note of its first operand.
+    # The programs of a loop, branch or `shard_map`, which Python runs; else empty
+    programs: Sequence["Program"]
+    # The positions of the results that get a note: floats that are computed, and
+    # choices that depend on floats. Any other result, such as a transpose, shares the
+    # note of its first operand.
     noted: Container[int]
-    frees: Collection[Var]  # those that it reads or makes, and no later one reads
+    frees: Collection[Var]  # its operands and results that no later instruction reads
 
     def operands_of(self, position: int) -> Sequence[Var]:
-        """The operands that the result in this position is made of."""
-        return [self.ins[position]] if is_one_to_one(self.eqn) else self.ins
+        """Returns the operands that the result in this position depends on."""
+        return [self.operands[position]] if is_one_to_one(self.eqn) else self.operands
 
 
 class Piece(NamedTuple):
-    """Consecutive instructions."""
+    """Consecutive instructions that run together."""
 
     instructions: Sequence[Instruction]
-    reads: Sequence[Var]  # the variables that earlier ones make
-    key: Hashable  # equal for pieces that compute the same of what they read
+    reads: Sequence[Var]  # the variables that it reads, without those that it computes
+    key: Hashable  # equal for pieces that compute the same function of `reads`
 
 
 class Program(NamedTuple):
-    """A program in pieces."""
+    """A jaxpr divided into pieces. No variable is assigned twice."""
 
-    takes: Sequence[Var]  # the variables of its arguments
-    gives: Sequence[Var]  # those of its results
-    constants: Mapping[Var, Array]  # literals included
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
+    constants: Mapping[Var, Array]  # with the literals
     pieces: Sequence[Piece]
 
 
-def program_of(program: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
-    """A jaxpr in pieces, where `outer` is the origin of the equation that holds it."""
-    flat = all_flat(program)
+def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
+    """Inlines the calls of a jaxpr, and divides it into pieces.
+
+    Args:
+      jaxpr: the jaxpr.
+      outer: the origin of the equation that holds the jaxpr, or an empty one.
+    """
+    flat = all_flat(jaxpr)
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
 
-    def named(v: Atom) -> Var:
-        """A variable as it is, and a new one for a literal."""
-        if not isinstance(v, Literal):
-            return v
-        constant = Var(v.aval)
-        constants[constant] = np.asarray(v.val, dtype_in(v))
-        return constant
+    def variable_for(atom: Atom) -> Var:
+        """Replaces a literal by a new variable for a constant."""
+        if not isinstance(atom, Literal):
+            return atom
+        v = Var(atom.aval)
+        constants[v] = np.asarray(atom.val, dtype_in(atom))
+        return v
 
-    gives = list(map(named, flat.outs))
+    outvars = list(map(variable_for, flat.outs))
     instructions = []
-    needed = set(gives)
+    needed_later = set(outvars)
     for eqn in reversed(flat.eqns):
-        ins = list(map(named, eqn.invars))
-        frees = {*ins, *eqn.outvars} - needed
-        needed |= frees
+        operands = list(map(variable_for, eqn.invars))
+        frees = {*operands, *eqn.outvars} - needed_later
+        needed_later |= frees
         origin = _origin_of(eqn, outer)
-        programs = [program_of(jaxpr, origin) for jaxpr in _programs_to_run(eqn)]
-        noted = _noted(eqn)
-        instructions.append(Instruction(eqn, ins, origin, programs, noted, frees))
-    pieces = list(map(_piece, _divided(instructions[::-1])))
-    return Program(flat.ins, gives, constants, pieces)
+        programs = [program_of(inner, origin) for inner in _jaxprs_to_run(eqn)]
+        instructions.append(
+            Instruction(
+                eqn=eqn,
+                operands=operands,
+                origin=origin,
+                programs=programs,
+                noted=_noted(eqn),
+                frees=frees,
+            )
+        )
+    instructions.reverse()
+    pieces = list(map(_piece_of, _grouped(instructions)))
+    return Program(flat.ins, outvars, constants, pieces)
 
 
-def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """The programs that an equation with floats runs, if they are to be run in Python."""
+def _jaxprs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
+    """Returns the jaxprs of a loop, branch or `shard_map` with floats; else none."""
     if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
-    has_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
-    return programs_in(eqn) if has_floats else ()
+    involves_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
+    return programs_in(eqn) if involves_floats else ()
 
 
 def _noted(eqn: JaxprEqn) -> Container[int]:
-    """The positions of the results of an equation that have notes of their own."""
+    """The positions of an equation's results that get a note of their own."""
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return ()
     if any(map(is_inexact, eqn.invars)):
@@ -122,13 +137,15 @@ def _noted(eqn: JaxprEqn) -> Container[int]:
 
 
 def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
-    """Where an equation is: its line, and the names of the scopes that it is in.
+    """Builds the origin of an equation.
 
-    The names come from the stack that JAX keeps for profiles, without what JAX and
-    autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
+    The scopes are those of JAX's name stack, without what JAX and autocast add to it:
+    `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
-    own = [x for x in scopes_of(eqn) if not re.fullmatch(_SCOPES_OF_JAX, x)]
-    scopes = [outer.scope, *own] if outer.scope else own
+    scopes = [outer.scope] if outer.scope else []
+    for scope in scopes_of(eqn):
+        if not re.fullmatch(_SCOPES_OF_JAX, scope):
+            scopes.append(scope)
     is_transposed = "transpose(" in str(eqn.source_info.name_stack)
     return Origin(
         primitive=name_of(eqn),
@@ -144,45 +161,48 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
 def _has_lost_constant(eqn: JaxprEqn) -> bool:
     """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by infinity.
 
-    The 0 or infinity may be what rounding left of a constant: in float16, it is 0 for
-    1e-8, and minus infinity for -1e9. What the user wrote is not known.
+    Such a constant may be a rounded one: float16 rounds 1e-8 to 0, and -1e9 to minus
+    infinity. The jaxpr does not show what the user wrote.
     """
-    constants = [
-        float(v.val)
-        for v in eqn.invars
-        if isinstance(v, Literal) and is_narrow_dtype(dtype_in(v))
-    ]
     adds = Trait.ADDS_TWO in traits(eqn)
     if not adds and Trait.MULTIPLIES not in traits(eqn):
         return False
-    return any(math.isinf(x) or (adds and x == 0) for x in constants)
+    for v in eqn.invars:
+        if isinstance(v, Literal) and is_narrow_dtype(dtype_in(v)):
+            constant = float(v.val)
+            if math.isinf(constant) or (adds and constant == 0):
+                return True
+    return False
 
 
-def _divided(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
-    """The instructions of each piece."""
-    parts: list[list[Instruction]] = [[]]
+def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+    """Groups consecutive instructions into pieces.
+
+    A product ends a group, and an instruction with programs is a group by itself.
+    """
+    groups: list[list[Instruction]] = [[]]
     for instruction in instructions:
         if instruction.programs:
-            parts.append([])
-        parts[-1].append(instruction)
+            groups.append([])
+        groups[-1].append(instruction)
         if instruction.programs or Trait.PRODUCT in traits(instruction.eqn):
-            parts.append([])
-    return list(filter(None, parts))
+            groups.append([])
+    return list(filter(None, groups))
 
 
-def _piece(instructions: Sequence[Instruction]) -> Piece:
-    """A piece of these instructions."""
-    numbers: dict[Var, int] = {}  # in the order in which they appear
+def _piece_of(instructions: Sequence[Instruction]) -> Piece:
+    """Builds a piece. Its key numbers the variables in the order of appearance."""
+    numbers: dict[Var, int] = {}
     reads = []
     key: list[Hashable] = []
     for instruction in instructions:
-        eqn = instruction.eqn
-        for v in instruction.ins:
+        for v in instruction.operands:
             if v not in numbers:
                 numbers[v] = len(numbers)
                 reads.append(v)
-        key.append((key_of(eqn), tuple(numbers[v] for v in instruction.ins)))
-        for v in eqn.outvars:
+        operand_numbers = tuple(numbers[v] for v in instruction.operands)
+        key.append((key_of(instruction.eqn), operand_numbers))
+        for v in instruction.eqn.outvars:
             numbers[v] = len(numbers)
     key += [v.aval for v in reads]
     return Piece(instructions, reads, hashable(tuple(key), instructions))

@@ -1,12 +1,14 @@
-"""The runs of a gradient in pairs: at a loss scale of 1, and at the one that fits.
+"""Runs a gradient on pairs: at a loss scale of 1, and at the scale that fits.
 
-The magnitudes of the run at 1 say which scale fits. In float16, a run at that scale
-confirms it, or is repeated at another, as a backward pass need not be linear in the
-scale. Where something is off, there is one more run: of the program in float32, by its
-own choices, beside float64. It tells what float32 determines.
+The run at 1 predicts which scale fits: if the largest number of its backward pass is
+2**6, a scale of 2**10 overflows in float16, and 2**9 is the largest that does not. This
+holds if the backward pass is linear in the scale, which it need not be. So in float16 a
+second run confirms the prediction, or yields a better one to try. If something is off,
+the program runs once more, in float32 and with its own choices, beside float64. This
+last run tells which results float32 itself determines.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -27,17 +29,17 @@ from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.values import Array
 
-_TRIES = 6  # how many scales are tried, if the backward pass is not linear
+_TRIES = 6  # how many scales to try if the backward pass is not linear
 
 
 class Run(NamedTuple):
-    """One run of a gradient in pairs."""
+    """One run of a gradient, at one loss scale."""
 
-    scale: float  # the loss scale
+    scale: float
     loss: Value
     grads: dict[str, Value]  # the scaled gradients, by the names of the parameters
-    aux: list[Value]  # what the loss function returns beside the loss
-    notes: list[Note]
+    aux: list[Value]  # the floats that the loss function returns beside the loss
+    notes: list[Note]  # in the order of execution
 
     @property
     def results(self) -> dict[str, Value]:
@@ -46,58 +48,62 @@ class Run(NamedTuple):
 
     @property
     def by_result(self) -> dict[Hashable, Note]:
-        """The notes by what they are of, to be found in another run."""
+        """The notes by `Note.result`, to look up a result of another run."""
         return {note.result: note for note in self.notes}
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients are finite as the program computes them."""
-        return all(np.isfinite(x.pair.actual).all() for x in self.results.values())
+        """Whether the loss and gradients that the program computes are finite."""
+        return _are_finite(x.pair.actual for x in self.results.values())
 
     @property
     def is_reference_finite(self) -> bool:
-        """Whether the references of loss and gradients are finite."""
-        return all(np.isfinite(x.pair.reference).all() for x in self.results.values())
+        """Whether the references of the loss and gradients are finite."""
+        return _are_finite(x.pair.reference for x in self.results.values())
+
+
+def _are_finite(arrays: Iterable[Array]) -> bool:
+    """Whether all numbers in all arrays are finite."""
+    return all(np.isfinite(x).all() for x in arrays)
 
 
 class Fit(NamedTuple):
-    """Which loss scale fits, and the run that confirms it."""
+    """The loss scale that fits, and the run that confirms it."""
 
-    run: Run  # at the scale that fits, or at a larger one; at 1 if none is confirmed
-    # None if no scale gives finite gradients, or if the loss, or a result of the
-    # reference, is not finite
+    run: Run  # at the scale that fits or a larger one; at 1 if no run confirms a scale
+    # None if gradients are finite at no scale, or if the loss, the reference of the
+    # loss or the reference of a gradient is not finite
     scale: InitialScale | None = None
-    overflow: Note | None = None  # what overflows first above the largest scale
+    overflow: Note | None = None  # the first to overflow above the largest scale
 
 
 class Runs(NamedTuple):
-    """The runs of a gradient."""
+    """All runs of a gradient."""
 
     parameters: dict[str, Array]  # by name
     at_1: Run  # at a loss scale of 1
     fit: Fit
-    # The program in float32, with its own choices, beside float64, at the same scale as
-    # the run of `fit`. It is None if nothing was in doubt.
+    # The run in float32, with its own choices, beside float64. It has the loss scale of
+    # `fitting`, and is None if that run left nothing in doubt.
     in_float32: Run | None
 
     @property
     def fitting(self) -> Run:
-        """The run that confirms the scale that fits, or the one at 1 if none does."""
+        """The run that confirms the scale that fits; the run at 1 if no run does."""
         return self.fit.run
 
     @property
     def not_compared(self) -> tuple[tuple[str, str], ...]:
-        """Each operation that has no float32 version, with its line."""
-        operations = [
-            (note.primitive, note.source)
-            for note in self.at_1.notes
-            if note.stays_narrow or note.is_shared
-        ]
-        return tuple(dict.fromkeys(operations))
+        """The name and source line of each operation that has no float32 version."""
+        operations = {}  # an ordered set
+        for note in self.at_1.notes:
+            if note.stays_narrow or note.is_shared:
+                operations[note.primitive, note.source] = None
+        return tuple(operations)
 
 
 def runs_of(gradient: Gradient) -> Runs:
-    """All runs of a gradient."""
+    """Runs a gradient at a scale of 1, at the scale that fits, and if needed in float32."""
     program = program_of(gradient.jaxpr, Origin())
     shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
@@ -111,7 +117,7 @@ def runs_of(gradient: Gradient) -> Runs:
 
 
 def _is_in_doubt(run: Run) -> bool:
-    """Whether something is off, or float32 might have chosen otherwise."""
+    """Whether a result or a value inside is off, or float32 may choose otherwise."""
     for note in notes_of(run.results.values()):
         if note.error > TOLERANCE or not note.is_reference_finite:
             return True
@@ -123,57 +129,67 @@ def _is_in_doubt(run: Run) -> bool:
 
 
 def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
-    """Which scale fits, by the run at a loss scale of 1 and perhaps further ones."""
+    """Finds the scale that fits: predicted from the run at 1, confirmed by further runs."""
     if not at_1.is_reference_finite or not np.isfinite(at_1.loss.pair.actual):
         return Fit(at_1)
-    first, overflow = first_overflow(at_1.notes, at_1.scale)
-    largest = first - 1
-    exponent = largest - MARGIN
+    overflow_exponent, overflow = first_overflow(at_1.notes, at_1.scale)
+    largest = overflow_exponent - 1
+    predicted = largest - MARGIN
     is_scaled = any(x.is_backward and x.dtype == np.float16 for x in at_1.notes)
-    # A scale of 1 fits unless a run confirms another.
-    scale = _initial_scale(0, 0) if is_scaled else _initial_scale(exponent, largest)
+    # In float16, a scale of 1 fits unless a run confirms another.
+    scale = _initial_scale(0, 0) if is_scaled else _initial_scale(predicted, largest)
     fit = Fit(at_1, scale if at_1.is_finite else None, overflow)
-    return _confirmed(shadow, gradient, fit, exponent) if is_scaled else fit
+    return _confirmed(shadow, gradient, fit, predicted) if is_scaled else fit
 
 
 def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
-    """The fit that a run at its scale confirms, or `fit` if none does.
+    """Runs at the predicted scale, and at others until one is confirmed.
 
-    2**exponent fits if the backward pass is linear in the scale. If it is not, the next
-    try is at the scale that the magnitudes of this run suggest. After `_TRIES` of them,
-    the fit is the last one that a run confirmed.
+    If the backward pass is linear in the scale, the first run confirms the prediction.
+    If it is not, the sizes of numbers in each run predict the next scale to try.
+
+    Args:
+      shadow: the gradient, which has run up to its seed.
+      gradient: the same gradient.
+      fit: the fit if no run has finite gradients.
+      exponent: the predicted scale is 2**exponent.
+
+    Returns:
+      The last fit whose run had finite gradients, after `_TRIES` runs at most.
     """
-    most = HIGHEST  # no scale above 2**most fits
+    bound = HIGHEST  # scales above 2**bound are known to overflow, or not allowed
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:
-            most = exponent - 1
+            bound = exponent - 1
             exponent -= 2 * MARGIN
             continue
-        # The magnitudes of this run give the largest scale to the bit.
-        first, overflow = first_overflow(run.notes, run.scale)
-        largest = max(min(first - 1, most), exponent)
-        fitting = largest - MARGIN
+        # The sizes of numbers in this run predict the largest scale to the bit.
+        overflow_exponent, overflow = first_overflow(run.notes, run.scale)
+        largest = max(min(overflow_exponent - 1, bound), exponent)
         may_overflow = overflow is not None
         if largest < HIGHEST:  # A larger scale did overflow.
             overflow = overflow or fit.overflow
-        fit = Fit(run, _initial_scale(min(exponent, fitting), largest), overflow)
-        is_near = fitting <= exponent + 1
+        predicted = largest - MARGIN
+        scale = _initial_scale(min(exponent, predicted), largest)
+        fit = Fit(run, scale, overflow)
+        is_near = predicted <= exponent + 1
         if is_near or not may_overflow:
             break
-        exponent = fitting
+        exponent = predicted
     return fit
 
 
 def _initial_scale(exponent: int, largest: int) -> InitialScale:
-    """The loss scale 2**exponent to begin with, where 2**largest is the largest."""
+    """Builds an `InitialScale` from two exponents of 2."""
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
-    """One run at a loss scale."""
+    """Runs the gradient from the seed on, at a loss scale."""
     seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
-    (loss, *others), notes = shadow(seed)
-    n = len(gradient.parameters)
-    grads = dict(zip(gradient.parameters, others[:n], strict=True))
-    return Run(scale, loss, grads, others[n:], notes)
+    (loss, *grads_and_aux), notes = shadow(seed)
+    n_grads = len(gradient.parameters)
+    grads = dict(zip(gradient.parameters, grads_and_aux[:n_grads], strict=True))
+    aux = grads_and_aux[n_grads:]
+    return Run(scale, loss, grads, aux, notes)

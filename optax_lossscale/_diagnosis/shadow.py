@@ -1,16 +1,17 @@
-"""Run a program with every value in a pair, and make a note of each result.
+"""Runs a program on pairs of values and references, and makes a note of each result.
 
-`run_to_seed(program, arguments, widths)` runs the pieces before the first that reads the
-seed, and returns a `Shadow`. Called with a seed, a shadow runs the other pieces, and
-returns the results as pairs with notes, and all notes of the run. Pieces without loops
-are compiled, and the figures of their results are computed on the host. Loops and
-branches are run in Python, which knows the number of each iteration. To run a program
-with wider numbers beside its own is called shadow execution.
+Running a program beside a copy of itself with wider numbers is called *shadow
+execution*. `run_to_seed(program, arguments, widths)` runs the forward pass, up to the
+first piece that reads the seed of the backward pass, and returns a `Shadow`. Each call
+`shadow(seed)` runs the rest with another seed, and returns the results and all notes.
+
+Pieces without loops are compiled, and the host computes the notes from their results.
+Python runs loops and branches iteration by iteration, so each note has the number of
+its iteration.
 """
 
 import dataclasses
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Origin, note_of
-from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
+from optax_lossscale._diagnosis.pairs import Widths, pair_of
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
@@ -33,78 +34,82 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 
 
 Env = Mapping[Var, Value]
-"""The values of variables of a program, as far as it has run."""
+"""The value of each variable of a program that is computed and still needed."""
 
 
 class Argument(NamedTuple):
     """An argument of the whole program."""
 
-    name: str  # its path among the parameters and arguments of the loss function
+    name: str  # its path in the inputs of the loss function, such as `args/0`
     array: Array
-    is_parameter: bool = False  # whether the loss is differentiated by it
+    is_parameter: bool = False  # whether `gradient` differentiates the loss by it
     is_seed: bool = False  # whether it is the seed of the backward pass
 
 
 def run_to_seed(
     program: Program, arguments: Sequence[Argument], widths: Widths
 ) -> "Shadow":
-    """Runs a program in pairs up to the first piece that reads its seed.
+    """Runs a program on pairs up to the first piece that reads its seed.
 
     Args:
       program: a program whose last argument is the seed.
       arguments: all arguments but the seed.
-      widths: the floats of each pair.
+      widths: the dtypes of each pair.
     """
-    *others, seed = program.takes
     runner = _Runner(widths)
     values = [_value_of(argument, widths) for argument in arguments]
-    env = {**runner.constants_of(program), **dict(zip(others, values, strict=True))}
-    before_seed = list(
-        itertools.takewhile(lambda piece: seed not in piece.reads, program.pieces)
-    )
-    env = runner.after(before_seed, env)
-    rest = program._replace(pieces=program.pieces[len(before_seed) :])
-    return Shadow(rest, env, runner)
+    *invars, seed = program.invars
+    env = runner.constants_of(program)
+    env.update(zip(invars, values, strict=True))
+    before_seed = []
+    for piece in program.pieces:
+        if seed in piece.reads:
+            break
+        before_seed.append(piece)
+    env = runner.run_pieces(before_seed, env)
+    remaining = program._replace(pieces=program.pieces[len(before_seed) :])
+    return Shadow(remaining, env, runner)
 
 
 class Shadow(NamedTuple):
-    """A program that has run in pairs up to its seed. A call runs the rest of it."""
+    """A program that has run up to its seed. A call runs the rest for one seed."""
 
-    rest: Program  # the program without the pieces that have run
-    env: Env  # the values that the pieces before it have made
-    runner: "_Runner"  # which has noted those values
+    remaining: Program  # the program without the pieces that have run
+    env: Env  # the values that those pieces have computed
+    runner: "_Runner"  # holds the notes of those values
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
-        """The results of the program, and all notes in the order of running."""
-        runner = dataclasses.replace(self.runner, notes=[*self.runner.notes])
-        env = {**self.env, self.rest.takes[-1]: _value_of(seed, runner.widths)}
-        env = runner.after(self.rest.pieces, env)
-        return [env[v] for v in self.rest.gives], runner.notes
+        """Returns the results of the program and all notes in the order of execution."""
+        # Each call adds to a copy of the notes of the forward pass.
+        runner = dataclasses.replace(self.runner, notes=list(self.runner.notes))
+        seed_var = self.remaining.invars[-1]
+        env = {**self.env, seed_var: _value_of(seed, runner.widths)}
+        env = runner.run_pieces(self.remaining.pieces, env)
+        return [env[v] for v in self.remaining.outvars], runner.notes
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
-    """The value of an argument of the whole program."""
-    pair = exact(argument.array, widths)
-    figures = (
-        pair.figures if is_inexact(argument.array) else Figures(argument.array.size)
-    )
+    """Builds the value of an argument of the whole program."""
+    array = argument.array
+    pair = pair_of(array, widths)
+    figures = pair.figures if is_inexact(array) else Figures(array.size)
     note = Note(
         **vars(figures),
         origin=Origin(name=argument.name, is_parameter=argument.is_parameter),
-        dtype=dtype_in(argument.array),
+        dtype=dtype_in(array),
         is_backward=argument.is_seed,
     )
     return Value(pair, note)
 
 
 class _Progress:
-    """Prints a line to stderr where none has been printed for `_PATIENCE` seconds."""
+    """Prints a line to stderr if none has been printed for `_PATIENCE` seconds."""
 
     def __init__(self):
         self._printed = time.monotonic()
 
-    def at(self, source: str, n_results: int) -> None:
-        """Says how many results there are, and at which of the user's lines the run is."""
+    def report(self, source: str, n_results: int) -> None:
+        """Prints the number of results and the user's line that the run has reached."""
         if time.monotonic() - self._printed > _PATIENCE:
             self._printed = time.monotonic()
             progress = f"diagnose: {n_results} results, at {source}"
@@ -113,123 +118,113 @@ class _Progress:
 
 @dataclasses.dataclass(frozen=True)
 class _Runner:
-    """Runs programs in pairs, and adds the note of each result to `notes`.
+    """Runs programs on pairs, and appends the note of each result to `notes`.
 
-    The runner of what is inside of a loop or a `shard_map` differs in `rounds` or
-    `devices`, and adds to the same notes.
+    The programs inside of a loop or `shard_map` run on a copy with other `rounds` or
+    `devices`, which appends to the same list.
     """
 
     widths: Widths
     notes: list[Note] = dataclasses.field(default_factory=list)
-    rounds: tuple[int, ...] = ()  # of the loops around, the outermost first
+    rounds: tuple[int, ...] = ()  # the current iteration of each loop, outermost first
     devices: Devices = Devices()
-    # By the key of a piece and its devices
+    # The compiled function of each piece, by the piece's key and the devices
     compiled: dict[Hashable, Callable] = dataclasses.field(default_factory=dict)
     progress: _Progress = dataclasses.field(default_factory=_Progress)
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
-        """The results of a program."""
-        arguments = dict(zip(program.takes, values, strict=True))
-        env = self.after(program.pieces, {**self.constants_of(program), **arguments})
-        return [env[v] for v in program.gives]
+        """Runs a program on values."""
+        env = self.constants_of(program)
+        env.update(zip(program.invars, values, strict=True))
+        env = self.run_pieces(program.pieces, env)
+        return [env[v] for v in program.outvars]
 
-    def constants_of(self, program: Program) -> Env:
-        """The constants of a program as values."""
-        return {v: self._constant(x) for v, x in program.constants.items()}
+    def constants_of(self, program: Program) -> dict[Var, Value]:
+        """The values of a program's constants, which are the same on each device."""
+        env = {}
+        for v, x in program.constants.items():
+            value = Value(pair_of(x, self.widths))
+            env[v] = value.map(self.devices.replicate)
+        return env
 
-    def after(self, pieces: Iterable[Piece], env: Env) -> Env:
-        """The values after pieces have run, without those that no later one reads."""
-        values = dict(env)
+    def run_pieces(self, pieces: Iterable[Piece], env: Env) -> Env:
+        """Runs pieces; returns the values that are still needed after them."""
+        env = dict(env)
         for piece in pieces:
             has_programs = bool(piece.instructions[0].programs)
-            apply = self._run_inside if has_programs else self._compute
-            values.update(apply(piece, values))
+            run_piece = self._run_in_python if has_programs else self._run_compiled
+            env.update(run_piece(piece, env))
             for instruction in piece.instructions:
                 for v in instruction.frees:
-                    del values[v]
-        return values
+                    del env[v]
+        return env
 
-    def _constant(self, x: Array) -> Value:
-        """A constant of a program as a value, which is the same on each device."""
-        return Value(exact(x, self.widths)).each(self.devices.everywhere)
-
-    def _run_inside(self, piece: Piece, env: Env) -> Env:
-        """The results of a loop, a branch or a `shard_map`, from its programs."""
-
-        def run_program(program, values, rounds=()):
-            inside = dataclasses.replace(self, rounds=self.rounds + rounds)
-            return inside.run(program, values)
-
+    def _run_in_python(self, piece: Piece, env: Env) -> Env:
+        """Runs a loop, branch or `shard_map`."""
         (instruction,) = piece.instructions
         eqn = instruction.eqn
-        ins = [env[v] for v in instruction.ins]
+        operands = [env[v] for v in instruction.operands]
         if Trait.SCANS in traits(eqn):
-            results = loops.scan(instruction, ins, run_program, len(self.devices.maps))
+            axis = len(self.devices.maps)
+            results = loops.scan(instruction, operands, self._run_inside, axis)
         elif Trait.WHILE in traits(eqn):
-            results = loops.while_loop(instruction, ins, run_program)
+            results = loops.while_loop(instruction, operands, self._run_inside)
         elif Trait.BRANCHES in traits(eqn):
-            results = loops.cond(instruction, ins, run_program)
+            results = loops.cond(instruction, operands, self._run_inside)
         else:
-            results = self._run_on_devices(instruction, ins)
+            results = self._run_on_devices(instruction, operands)
         return dict(zip(eqn.outvars, results, strict=True))
 
-    def _run_on_devices(
-        self, instruction: Instruction, ins: Sequence[Value]
+    def _run_inside(
+        self, program: Program, values: Iterable[Value], rounds: tuple[int, ...] = ()
     ) -> list[Value]:
-        """The results of a `shard_map`."""
+        """Runs a branch, or one iteration of a loop, with its number in `rounds`."""
+        inside = dataclasses.replace(self, rounds=self.rounds + rounds)
+        return inside.run(program, values)
+
+    def _run_on_devices(
+        self, instruction: Instruction, operands: Sequence[Value]
+    ) -> list[Value]:
+        """Runs a `shard_map`."""
+        (program,) = instruction.programs
         params = instruction.eqn.params
         devices = self.devices.inside(instruction.eqn)
-        (program,) = instruction.programs
-        entered = map(devices.entered, ins, params["in_specs"])
-        results = dataclasses.replace(self, devices=devices).run(program, entered)
-        return list(map(devices.exited, results, params["out_specs"]))
+        inside = dataclasses.replace(self, devices=devices)
+        results = inside.run(program, map(devices.enter, operands, params["in_specs"]))
+        return list(map(devices.exit, results, params["out_specs"]))
 
-    def _compute(self, piece: Piece, env: Env) -> Env:
-        """What a piece without loops reads and gives, by compiled code, with notes."""
+    def _run_compiled(self, piece: Piece, env: Env) -> Env:
+        """Runs a piece without loops; returns its operands and results."""
         values = {v: env[v] for v in piece.reads}
-        ins = [value.pair for value in values.values()]
-        pairs_of_each = self._compiled_for(piece)(ins)
+        inputs = [value.pair for value in values.values()]
+        pairs_of_each = self._compiled_for(piece)(inputs)
         for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
-            eqn = instruction.eqn
-            for position, v in enumerate(eqn.outvars):
+            for position, v in enumerate(instruction.eqn.outvars):
                 pair = results[position]
                 operands = instruction.operands_of(position)
                 reads = notes_of(values[operand] for operand in operands)
-                note = self._note(instruction, position, pair, reads)
-                values[v] = Value(pair.settled, note)
-        self.progress.at(piece.instructions[-1].origin.source, len(self.notes))
+                note = reads[0] if reads else None  # shared, unless it gets its own
+                if position in instruction.noted:
+                    note = note_of(
+                        pair.figures,
+                        instruction.origin,
+                        dtype_in(v),
+                        reads,
+                        self.rounds,
+                        position,
+                    )
+                    self.notes.append(note)
+                values[v] = Value(pair.as_operand, note)
+        self.progress.report(piece.instructions[-1].origin.source, len(self.notes))
         return values
 
-    def _note(
-        self,
-        instruction: Instruction,
-        position: int,
-        pair: Pair,
-        reads: Sequence[Note],
-    ) -> Note | None:
-        """Makes a result's note and adds it to `notes`; or gives the first operand's.
-
-        The note of the first operand is that of a result which has none of its own.
-        """
-        if position not in instruction.noted:
-            return reads[0] if reads else None
-        note = note_of(
-            pair.figures,
-            instruction.origin,
-            dtype_in(instruction.eqn.outvars[position]),
-            reads,
-            self.rounds,
-            position,
-        )
-        self.notes.append(note)
-        return note
-
     def _compiled_for(self, piece: Piece) -> Callable:
-        """`pairs.compute` of a piece on its devices, shared by those alike."""
+        """Compiles `pairs.compute` for a piece, once for all pieces that are alike."""
         key = (piece.key, self.devices)
         if key not in self.compiled:
-            function = functools.partial(pairs.compute, piece, self.widths)
+            compute = functools.partial(pairs.compute, piece, self.widths)
             self.compiled[key] = jax.jit(
-                self.devices.over(function), compiler_options=pairs.compiler_options()
+                self.devices.over_stacks(compute),
+                compiler_options=pairs.compiler_options(),
             )
         return self.compiled[key]

@@ -1,4 +1,8 @@
-"""A value of the program: its numbers in a pair, and the note about them."""
+"""The values that a run computes: pairs of arrays, each with a note about its error.
+
+A run stores a `Value` for each variable of the program. `moved_value` builds the values
+that loops and branches slice, stack or select from others.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,29 +15,35 @@ from optax_lossscale._programs.values import Array, is_inexact
 
 
 class Value(NamedTuple):
-    """A value of the program with its note, which a constant does not have."""
+    """A value of the program and its reference, with a note."""
 
     pair: Pair
-    note: Note | None = None
-    parts: Sequence[Note | None] = ()  # of each iteration, if a loop stacked them
+    note: Note | None = None  # None for a constant, which is exact
+    # If a loop stacked the value from its iterations, the note of each row
+    row_notes: Sequence[Note | None] = ()
 
-    def each(self, function: Callable[[Any], Array]) -> "Value":
-        """Applies a function to both arrays of the pair, and keeps the note, not `parts`."""
+    def map(self, function: Callable[[Any], Array]) -> "Value":
+        """Applies a function to both arrays; keeps the note, but not the `row_notes`."""
         return Value(jax.tree.map(function, self.pair), self.note)
 
 
 def notes_of(values: Iterable[Value]) -> list[Note]:
-    """The notes of those values that have one."""
+    """Collects the notes of values, leaving out constants."""
     return [value.note for value in values if value.note is not None]
 
 
-def with_own_note(pair: Pair, others: Iterable[Value]) -> Value:
-    """A value moved from others, as in a stack, with a note of its own that reads theirs."""
-    reads = notes_of(others)
+def moved_value(pair: Pair, sources: Iterable[Value]) -> Value:
+    """Builds a value from numbers of other values, such as rows joined in a stack.
+
+    Floats get a new note, which reads the notes of the sources. Integers and booleans
+    keep the note of the first source.
+    """
+    reads = notes_of(sources)
     if not reads:
         return Value(pair)
     first = reads[0]
     if not is_inexact(pair.actual):
         return Value(pair, first)
     origin = first.origin.moved
-    return Value(pair, note_of(pair.figures, origin, first.dtype, reads, first.rounds))
+    note = note_of(pair.figures, origin, first.dtype, reads, first.rounds)
+    return Value(pair, note)

@@ -1,15 +1,16 @@
-"""An equation as it would be if the program had been written in wider floats.
+"""Applies an equation as if the program had been written in wider floats.
 
-`in_wide(eqn, ins, FLOAT32)` applies an equation of the program to operands that are
-float32 where the program's are narrower; with `FLOAT64`, to wider ones still. Products
-then have all the digits of the wider dtype. Most operations accept wider operands, if
-parameters that name a narrower dtype, as a cast has, name the wider one. An equation
-that is *fixed*, such as a kernel, runs in the dtypes that it was traced in, whatever it
-is given.
+`in_wide(eqn, operands, FLOAT32)` applies an equation of a float16 program to float32
+operands, and with `FLOAT64`, to float64 operands. Most operations accept wider operands
+if each parameter that names a narrow dtype is changed to name the wide one:
+`x.astype(bfloat16)` becomes a cast to float32, which rounds nothing. Matrix products
+and convolutions use all digits of the wide dtype.
+
+Some equations are *fixed*, such as a kernel: they may only run in the dtypes that they
+were traced in. Their operands are cast to those dtypes, and their results are widened.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -31,62 +32,77 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
 from optax_lossscale._programs.walk import carried_by
 
-# On some devices, a product of float32 has fewer digits by default than float32 has.
+# By default, some devices multiply float32 matrices with fewer digits than float32 has.
 _ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 @functools.cache
 def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
-    """The dtype that stands for another one in a program of wide floats.
+    """Returns the dtype that replaces `dtype` in a program of wide floats.
 
-    That is `wide` for a narrower float, and complex128 for complex64 if `wide` is
-    float64. All other dtypes stay as they are, and every one does if `wide` is None.
+    Floats that are narrower than `wide` become `wide`, and complex64 becomes complex128
+    if `wide` is float64. Every other dtype stays. If `wide` is None, all dtypes stay.
     """
     if wide is None or not is_inexact_dtype(dtype):
         return dtype
     return wide if is_narrow_dtype(dtype) else np.promote_types(dtype, wide)
 
 
-def widened(x: Array, wide: np.dtype | None) -> Array:
-    """The same numbers, in `wide` if their dtype was narrower."""
+def widened(x: Array, wide: np.dtype) -> Array:
+    """Casts an array to `wide` if its dtype is narrower."""
     return astype(x, wide_dtype(dtype_in(x), wide))
 
 
-def in_wide(eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None) -> list[Array]:
-    """The results of an equation for wide operands, or as it is if `wide` is None."""
+def in_wide(
+    eqn: JaxprEqn, operands: Sequence[Array], wide: np.dtype | None
+) -> list[Array]:
+    """Applies an equation to wide operands, and returns wide results.
+
+    If `wide` is None, the equation runs as it was traced.
+    """
     if wide is None:
-        return _applied(eqn, ins)
+        return _apply(eqn, operands)
     if runs_no_iterations(eqn):
         carried = carried_by(eqn)
-        carry = ins[carried.start : carried.stop]
-        stacks = _as_traced(eqn, ins, wide)[len(carry) :]
-        return [*carry, *stacks]
+        carry = operands[carried.start : carried.stop]
+        results = _apply_as_traced(eqn, operands, wide)
+        empty_stacks = results[len(carry) :]
+        return [*carry, *empty_stacks]
+    # The bits of a number are meant to be those of its own dtype.
     if _is_fixed(eqn) or Trait.OF_BITS in traits(eqn):
-        return _as_traced(eqn, ins, wide)
-    return _rewritten(eqn, ins, wide)
+        return _apply_as_traced(eqn, operands, wide)
+    return _apply_rewritten(eqn, operands, wide)
 
 
 def stays_narrow(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes in 16 bits or fewer, although it is given wide floats.
+    """Whether an equation computes in 16 bits or fewer even in the wide program.
 
-    One that reads or makes the bits of a number does not count: it is meant to, as the
-    bits of a random number differ in another dtype.
+    An operation on the bits of numbers does not count, though it runs as traced: in
+    another dtype, a random number would have other bits, so this is intended.
     """
     if not _is_fixed(eqn) or runs_no_iterations(eqn):
         return False
-    inside = itertools.chain.from_iterable(map(equations, _programs_held(eqn)))
-    return any(
-        is_narrow_dtype(dtype_in(v))
-        for equation in (eqn, *inside)
-        for v in (*equation.invars, *equation.outvars)
-    )
+    eqns = [eqn]
+    for program in _programs_held(eqn):
+        eqns += equations(program)
+    for inner in eqns:
+        dtypes = dtypes_in([*inner.invars, *inner.outvars])
+        if any(map(is_narrow_dtype, dtypes)):
+            return True
+    return False
+
+
+def runs_no_iterations(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `scan` of length 0, which returns its initial carry."""
+    return Trait.SCANS in traits(eqn) and eqn.params["length"] == 0
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs only in the dtypes that it was traced in, or may do so.
+    """Whether an equation may only run in the dtypes that it was traced in.
 
-    So may one that holds a program, as that was traced in its dtypes; except for
-    scatters, whose function traces their program anew.
+    This holds for operations that are not in the table, for kernels and callbacks, and
+    for equations that hold a program, which was traced in its dtypes. Scatters are an
+    exception: the `lax` function that applies one traces the held program again.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
@@ -95,59 +111,56 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
 
 
 def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """The programs in the parameters of an equation, whether it runs them or not."""
+    """The programs in an equation's parameters, whether the equation runs them or not."""
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     return list(filter(is_program, leaves))
 
 
-def runs_no_iterations(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop over no rows, which returns the state it is given."""
-    return Trait.SCANS in traits(eqn) and eqn.params["length"] == 0
-
-
 def _is_scatter(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds the program by which it joins numbers, as scatters do."""
+    """Whether an equation is a scatter, which holds a program that combines two numbers."""
     return "update_jaxpr" in eqn.params
 
 
-def _applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
-    """Applies an equation to arrays that may differ along all axes of the mesh.
+def _apply(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
+    """Applies an equation to arrays that may vary over every axis of the mesh.
 
-    `devices` runs a `shard_map` without `check_vma`, so that there is no `pvary` or
-    `psum_invariant`.
+    `devices` runs each `shard_map` with `check_vma=False`, in which JAX does not track
+    which axes an array varies over. So `pvary` does nothing here, and
+    `psum_invariant` is a plain `psum`.
     """
     if Trait.VARIES not in traits(eqn):
-        return bind(eqn, ins)
+        return bind(eqn, operands)
     if Trait.ADDS_MANY in traits(eqn):
-        return [lax.psum(x, eqn.params["axes"]) for x in ins]
-    return list(ins)
+        return [lax.psum(x, eqn.params["axes"]) for x in operands]
+    return list(operands)
 
 
-def _as_traced(
-    eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
+def _apply_as_traced(
+    eqn: JaxprEqn, operands: Sequence[Array], wide: np.dtype
 ) -> list[Array]:
-    """The results in the equation's own dtypes, to which operands are cast, widened."""
-    results = _applied(eqn, astypes(ins, dtypes_in(eqn.invars)))
+    """Applies an equation in its own dtypes, and widens the results."""
+    narrowed = astypes(operands, dtypes_in(eqn.invars))
+    results = _apply(eqn, narrowed)
     return [widened(x, wide) for x in results]
 
 
-def _rewritten(
-    eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
+def _apply_rewritten(
+    eqn: JaxprEqn, operands: Sequence[Array], wide: np.dtype
 ) -> list[Array]:
-    """The results of an equation whose parameters name `wide` for narrower dtypes."""
+    """Applies an equation after replacing the narrow dtypes in its parameters."""
     params = dict(eqn.params)
-    # What rounds to the bits of a narrower dtype rounds nothing in the wide program.
+    # The wide program leaves out `reduce_precision` of narrow values.
     is_rounding = "mantissa_bits" in params
     if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
-        return list(ins)
+        return list(operands)
     if "precision" in params:
         params["precision"] = _ALL_DIGITS
-    for key, value in params.items():
+    for name, value in params.items():
         if isinstance(value, np.dtype):
-            params[key] = wide_dtype(value, wide)
+            params[name] = wide_dtype(value, wide)
     if not _is_scatter(eqn):
-        return _applied(eqn.replace(params=params), ins)
-    # Its function traces the program that it holds anew.
+        return _apply(eqn.replace(params=params), operands)
+    # The public function traces the program that the equation held in narrow dtypes.
     del params["update_jaxpr"], params["update_consts"]
     function = getattr(lax, name_of(eqn).replace("-", "_"))
-    return [function(*ins, **params)]
+    return [function(*operands, **params)]

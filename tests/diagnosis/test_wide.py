@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 import optax_lossscale as ols
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import Origin
-from optax_lossscale._diagnosis.pairs import AS_WRITTEN, compute, exact
+from optax_lossscale._diagnosis.pairs import AS_WRITTEN, compute, pair_of
 from optax_lossscale._diagnosis.program import program_of
 from optax_lossscale._programs.work import is_product
 
@@ -48,7 +48,7 @@ def test_products_have_all_digits_of_float32_beside_the_programs(product, dtype)
         for piece in program_of(traced, Origin()).pieces
         if is_product(piece.instructions[-1].eqn)
     ]
-    ins = [exact(np.ones(v.aval.shape, dtype), AS_WRITTEN) for v in piece.reads]
+    ins = [pair_of(np.ones(v.aval.shape, dtype), AS_WRITTEN) for v in piece.reads]
     both = jax.make_jaxpr(lambda ins: compute(piece, AS_WRITTEN, ins))(ins)
     (as_traced,) = filter(is_product, equations(traced.jaxpr))
     precisions = [
