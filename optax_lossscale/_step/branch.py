@@ -12,7 +12,7 @@ A conditional saves the work of a skipped step. But skipped steps are rare, so m
 traffic matters more. On CPU, a conditional computes its results in place. On GPU, the
 compiler gives the results separate buffers and copies them afterwards; on TPU, it does
 so with the updates that `update` returns. A select needs no copy, because it is fused
-into the kernel that computes the result. These claims about GPU and TPU, and those in
+into the kernel that computes the result. All claims about GPU and TPU, here and in
 comments of other files, come from reading compiled programs, not from timing them.
 """
 

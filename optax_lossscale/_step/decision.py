@@ -55,9 +55,9 @@ def decide_step(
     `new_state` is the state after the step, except that it still holds the old inner
     state.
 
-    The loss scale does not adapt if the step is skipped by the rule, or for its loss.
-    Another scale would not have helped, and a skipped step should not count towards the
-    growth of the scale.
+    The loss scale does not adapt if the loss is not finite, or if the rule skips the
+    step. Another scale would not have helped, and a skipped step should not count
+    towards the growth of the scale.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
@@ -167,9 +167,9 @@ def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas that share a state could decide differently.
 
-    Under `shard_map`, JAX's types tell: `should_apply` then varies along an axis along
-    which the state does not. With `check_vma=False`, they do not, and nothing is
-    raised.
+    Under `shard_map`, JAX tracks the axes along which a value varies. The replicas could
+    differ if `should_apply` varies along an axis along which the state does not. With
+    `check_vma=False`, JAX does not track this, and nothing is raised.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state

@@ -45,8 +45,8 @@ def get(identifier: LossScaleLike) -> LossScale:
       identifier: one of the following:
 
         - `"dynamic"`: a `DynamicLossScale` with its defaults.
-        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs, and
-          gradients that are zero at most steps.
+        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
+          and gradients that are zero at most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: returned unchanged.
@@ -76,7 +76,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
-        # `case "dynamic"` would also match an array of this string, as it compares equal.
+        # `case "dynamic"` would also match an array of this string: they compare equal.
         case str() if identifier == "dynamic":
             return DynamicLossScale()
         case str() if identifier == "headroom":
@@ -138,7 +138,7 @@ def get_loss_scale(state: Any) -> LossScale:
 
 
 def _remedy_for_none(state: Any) -> str:
-    """Tells the user what to do about a state without a loss scale."""
+    """Returns advice for a state in which no loss scale is found."""
     if find_nodes(lambda x: is_of_nnx(x, "State"), state):
         return (
             "A state of nnx.split does not say what is a loss scale: call nnx.merge "

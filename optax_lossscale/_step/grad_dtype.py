@@ -78,7 +78,7 @@ def _is_none(x: Any) -> bool:
 def _is_function(grad_dtype: Any) -> bool:
     """Whether `grad_dtype` is a function, and not a dtype or a tree of dtypes.
 
-    Being callable is not enough, because a dtype such as `jnp.float16` is callable, too.
+    It is not enough to be callable: a dtype such as `jnp.float16` is callable, too.
     """
     is_function = validation.is_function(grad_dtype)
     return is_function and validation.dtype_or_none(grad_dtype) is None

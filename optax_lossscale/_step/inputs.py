@@ -2,8 +2,8 @@
 
 `prepare` checks that they fit each other, and returns them as a `StepInputs`, with
 zeros for missing gradients. The gradients are still scaled. The rest of the step
-unscales the ones that the `mask` keeps, and checks that these are finite. It does
-neither with the ones that the mask excludes.
+unscales the gradients that the `mask` keeps, and checks that they are finite. Excluded
+gradients are neither unscaled nor checked.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class StepInputs:
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy with zeros in place of NaN and infinities, also in the loss."""
-        # Each number is replaced by a test of itself, not by the result of the check.
+        # Whether a number is replaced depends on that number alone, not on the check.
         # So XLA can compute the norm for a clip in `inner` in the same pass as the
         # check.
         grads_and_value = (self.kept_grads(), self.value)

@@ -1,75 +1,32 @@
-"""Master weights: parameters in 16 bits that train as float32 numbers.
+"""Master weights: trains 16-bit parameters as float32 numbers.
 
 Most updates are too small to change a 16-bit number. So the optimizer trains a float32
-number, the *master weight*, and the parameter is that number rounded to 16 bits. The
-state stores the *remainder*, which is what the parameter lacks to be the master weight.
-Each step joins the two, and splits the result (`_arrays/rounding.py`)::
+number, the *master weight*, and the parameter is that number rounded to 16 bits. To
+recover the master weight, the state stores a *remainder* beside the parameter. Each
+step joins the two, and splits the result (`_arrays/rounding.py`)::
 
     weight = join(param, remainder)
     new_param, remainder = split(weight + inner_update)
     update = new_param - param
-
-The field `MasterWeightsState.master_weights` is named after the master weights, but it
-stores their remainders.
-
-`with_loss_scale` passes this transformation all parameters in float32, so it cannot
-tell which of them have 16 bits. Therefore `with_remainders` adds their remainders to
-the state in `init`. From then on, a parameter has 16 bits if the state stores a
-remainder for it.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_lossscale._arrays.messages import shown
-from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
-from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.variables import find_nodes
+from optax_lossscale._arrays.precision import at_least_float32, is_narrow_leaf
+from optax_lossscale._arrays.rounding import narrow_dtype, split
+from optax_lossscale._step.master_weights_state import (
+    MasterWeightsState,
+    check_remainders,
+    initial_remainder,
+    is_master_weights_state,
+)
 from optax_lossscale._step.missing_gradients import fill_missing, update_or_zeros
 from optax_lossscale._step.state import check_inner_dtypes
 from optax_lossscale._step.update import as_transformation, check_update_shape
-
-
-class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`.
-
-    Attributes:
-      master_weights: the remainders, a tree like the parameters. A remainder is what a
-        16-bit parameter lacks to be the float32 number that is trained. For a bfloat16
-        parameter, it is the 16 further bits of that number, a uint16 array. For a
-        float16 parameter, it is the float32 number itself. For every other parameter,
-        it is `optax.MaskedNode()`. For the float32 numbers themselves, call `weights`.
-      inner_state: the state of the wrapped optimizer, for parameters in float32 or
-        wider.
-    """
-
-    master_weights: Any
-    inner_state: Any
-
-    def weights(self, params: Any) -> Any:
-        """Returns the float32 numbers that are trained, for evaluation and export.
-
-        Args:
-          params: the parameters that belong to this state.
-
-        Returns:
-          A tree like `params`, with the float32 numbers in place of 16-bit parameters.
-          If a parameter was changed after the last step, its new value counts: exactly
-          for float16; for bfloat16 to within half of its last place, because the old
-          further bits are added to it.
-        """
-
-        def weight(param, remainder):
-            is_wide = isinstance(remainder, optax.MaskedNode)
-            return param if is_wide else join(param, remainder)
-
-        return jax.tree.map(weight, params, self.master_weights)
 
 
 def with_master_weights(
@@ -103,7 +60,7 @@ def with_master_weights(
     `with_loss_scale(with_master_weights(optax.chain(…)))`. Any other order raises an
     error, in the `init` of `with_loss_scale` around it, and in `value_and_scaled_grad`
     of such a state. But if one of your own transformations changes its updates, that
-    cannot be detected, and what the parameters lack is lost at each step.
+    cannot be detected, and the further bits are lost at each step.
     `testing.assert_scale_invariant` detects it for float16 parameters, but not for
     bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
     parameters.
@@ -151,7 +108,7 @@ def with_master_weights(
     inner_tx = optax.with_extra_args_support(as_transformation(inner))
 
     def init(params):
-        remainders = jax.tree.map(_initial_remainder, params)
+        remainders = jax.tree.map(initial_remainder, params)
         wide_params = jax.tree.map(at_least_float32, params)
         return MasterWeightsState(remainders, inner_tx.init(wide_params))
 
@@ -178,51 +135,6 @@ def with_master_weights(
         return new_updates, missing.keep_slots(init, new_state, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """Adds the remainders of 16-bit parameters to an inner state.
-
-    The inner optimizer's `init` made `state` for the parameters in float32, which have
-    no remainders. So `init` is called again, for `params` in their own dtypes, and each
-    `MasterWeightsState` is replaced by the new one. If there is none, the state is
-    returned unchanged.
-    """
-    if not find_nodes(is_master_weights_state, state):
-        return state
-
-    def own_or_float32(for_params, for_float32):
-        return for_params if is_master_weights_state(for_params) else for_float32
-
-    return jax.tree.map(
-        own_or_float32, init(params), state, is_leaf=is_master_weights_state
-    )
-
-
-def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
-    """Raises unless `state` has the same kinds of remainders as `init(params)`."""
-    master_states = find_nodes(is_master_weights_state, state)
-    if not master_states:
-        return
-    kept = _describe_remainders(master_states)
-    initial_state = jax.eval_shape(init, params)
-    needed = _describe_remainders(find_nodes(is_master_weights_state, initial_state))
-    if kept != needed:
-        raise ValueError(
-            "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(kept)}, but these need {shown(needed)}. Make a new state: "
-            "tx.init(params)"
-        )
-
-
-def _describe_remainders(states: list[MasterWeightsState]) -> list[str]:
-    """Describes each remainder by dtype, shape and path: `uint16[8, 4] at dense/w`."""
-    remainders = [state.master_weights for state in states]
-    descriptions = []
-    for path, x in jax.tree.leaves_with_path(remainders):
-        name = path_name(path[1:])
-        descriptions.append(f"{dtype_of(x)}{list(np.shape(x))} at {name}")
-    return descriptions
 
 
 def _check_arguments(state: Any, params: Any) -> None:
@@ -267,16 +179,3 @@ def _update_and_remainder(
     # The difference of two equal infinities would be NaN.
     update = jnp.where(new_param == param, 0, new_param - param)
     return _UpdateAndRemainder(update, new_remainder)
-
-
-def _initial_remainder(param: Any) -> Any:
-    """Returns a parameter's first remainder; `optax.MaskedNode()` if it is wide."""
-    if not is_narrow_leaf(param):
-        return optax.MaskedNode()
-    _, remainder = split(at_least_float32(param), dtype_of(param))
-    return remainder
-
-
-def is_master_weights_state(x: Any) -> bool:
-    """Whether `x` is a `MasterWeightsState`; a predicate for `find_nodes`."""
-    return isinstance(x, MasterWeightsState)

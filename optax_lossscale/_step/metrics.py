@@ -98,7 +98,7 @@ def _loss_scale_scalars(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()
-    # Only the mantissa needs a logarithm, so that of a power of two is an exact integer.
+    # With the exponent taken out, the log2 of a power of two is exactly an integer.
     mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
     return scale, log2, loss_scale.exhausted()

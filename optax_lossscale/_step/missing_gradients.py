@@ -5,7 +5,7 @@ integer. The inner optimizer expects a gradient for every parameter, so `fill_mi
 puts zeros in place of missing ones. But an optimizer with weight decay or momentum
 moves a parameter even if its gradient is zero. So `MissingGradients` remembers which
 gradients were missing. After the inner update, it drops the updates of their parameters
-(`map_updates`), and restores what the inner state holds for them (`keep_slots`).
+(`map_updates`), and restores their slots in the inner state (`keep_slots`).
 """
 
 import dataclasses

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 
 from optax_lossscale._arrays.variables import find_nodes
-from optax_lossscale._step.master_weights import is_master_weights_state
+from optax_lossscale._step.master_weights_state import is_master_weights_state
 from optax_lossscale._step.state import loss_scales_in
 
-# Wrappers that belong inside `with_loss_scale`. From the name of the state's class to
+# Wrappers that belong inside `with_loss_scale`, by the names of their state classes:
 # the name of the wrapper, and the harm that it does around `with_loss_scale`
 _BELONG_INSIDE = {
     "MultiStepsState": (
@@ -104,8 +104,8 @@ def check_nothing_follows(state: Any) -> None:
 def _is_chain(state: Any) -> bool:
     """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
 
-    The children of a chain's state are states, too. So a tuple of arrays does not
-    count, which other transformations may hold for a tuple of parameters.
+    The children of a chain's state are states, too. That excludes a tuple of arrays,
+    which another transformation may hold for a tuple of parameters.
     """
     if type(state) not in (tuple, OrderedDict):
         return False

@@ -24,10 +24,11 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import strongly_typed
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step import inputs, master_weights
+from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
+from optax_lossscale._step.master_weights_state import check_remainders, with_remainders
 from optax_lossscale._step.missing_gradients import param_for_inner
 from optax_lossscale._step.nesting import check_nothing_follows
 from optax_lossscale._step.state import (
@@ -61,7 +62,10 @@ class ScaledStep:
         return self.skip if isinstance(self.skip, SkipRule) else None
 
     def init(self, params: Any) -> LossScaleState:
-        """Returns the state before the first step."""
+        """Returns the state before the first step.
+
+        It is made for parameters in float32 or wider, whatever their own dtype is.
+        """
         inputs.check_arrays("params", params)
         return LossScaleState(
             # Copies, because the state may be donated, and `init` called again.
@@ -74,7 +78,7 @@ class ScaledStep:
         )
 
     def _init_inner(self, params: Any) -> Any:
-        """Returns the inner optimizer's first state, for parameters widened to float32."""
+        """Returns the state of the inner optimizer before the first step."""
         inner_state = self.inner.init(jax.tree.map(param_for_inner, params))
         if loss_scale_states_in(inner_state):
             raise ValueError(
@@ -83,10 +87,8 @@ class ScaledStep:
                 "optimizer, once"
             )
         check_nothing_follows(inner_state)
-        with_remainders = master_weights.with_remainders(
-            inner_state, self.inner.init, params
-        )
-        return jax.tree.map(strongly_typed, with_remainders)
+        inner_state = with_remainders(inner_state, self.inner.init, params)
+        return jax.tree.map(strongly_typed, inner_state)
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
         """Takes one step as the transformation's `update`; returns `(updates, state)`."""
@@ -130,7 +132,7 @@ class ScaledStep:
         check_configuration("loss_scale", state.loss_scale, self.loss_scale)
         check_configuration("skip_rule", state.skip_rule, self.rule)
         if params is not None:
-            master_weights.check_remainders(state.inner_state, self._init_inner, params)
+            check_remainders(state.inner_state, self._init_inner, params)
             check_inner_dtypes(state.inner_state, self._init_inner, params)
 
 
