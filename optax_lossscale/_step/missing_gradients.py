@@ -2,8 +2,8 @@
 
 A gradient is missing if it is None, or a float0 array, which is JAX's gradient of an
 integer. The inner optimizer expects a gradient for every parameter, so `fill_missing`
-puts zeros in place of missing ones. But an optimizer with weight decay or momentum
-moves a parameter even if its gradient is zero. So `MissingGradients` remembers which
+puts zeros in place of missing ones. But an optimizer with weight decay or momentum may
+move a parameter even if its gradient is zero. So `MissingGradients` remembers which
 gradients were missing. After the inner update, it drops the updates of their parameters
 (`map_updates`), and restores their slots in the inner state (`keep_slots`).
 """
@@ -28,16 +28,16 @@ class MissingGradients:
     paths: frozenset[Any]  # of leaves, and of whole branches
 
     def __contains__(self, path: Any) -> bool:
-        """Whether the gradient at a path is missing, or a branch that contains it."""
+        """Whether the gradient at a path, or a branch that contains it, is missing."""
         return any(path[:length] in self.paths for length in range(len(path) + 1))
 
     def map_updates(
         self, function: Callable[[Any, Any], Any], params: Any, updates: Any
     ) -> Any:
-        """Maps `function(param, update)`, where a missing gradient makes `update` None.
+        """Applies `function(param, update)` to each parameter and its update.
 
-        No tree with None for these updates is built, because a custom pytree node may
-        not accept None as a child.
+        If the gradient of the parameter is missing, `update` is None. No tree with these
+        Nones is built, because a custom pytree node may not accept None as a child.
         """
         # `optax.lookahead` has a pair of parameter trees, the fast and the slow one. So
         # the path of a parameter has one key in front of the path of its gradient.
@@ -52,7 +52,7 @@ class MissingGradients:
         return jax.tree.map_with_path(mapped, params, updates)
 
     def keep_slots(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
-        """Returns the new inner state, with old slots for parameters without a gradient.
+        """Returns the new inner state, but keeps the old slots where gradients are missing.
 
         Slots are the arrays that the inner state holds for each parameter, such as
         Adam's moments. Optax finds them by calling `init`, the inner optimizer's.
