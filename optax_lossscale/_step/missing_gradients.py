@@ -36,8 +36,9 @@ class MissingGradients:
     ) -> Any:
         """Applies `function(param, update)` to each parameter and its update.
 
-        If the gradient of the parameter is missing, `update` is None. No tree with these
-        Nones is built, because a custom pytree node may not accept None as a child.
+        If the gradient of a parameter is missing, `update` is None. No tree of updates
+        contains these Nones, because a custom pytree node may not accept None as a
+        child.
         """
         # `optax.lookahead` has a pair of parameter trees, the fast and the slow one. So
         # the path of a parameter has one key in front of the path of its gradient.
