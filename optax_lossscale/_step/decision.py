@@ -167,7 +167,7 @@ def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas that share a state could decide differently.
 
-    Under `shard_map`, JAX tracks the axes along which a value varies. The replicas could
+    Under `shard_map`, JAX tracks the axes along which a value varies. Replicas could
     differ if `should_apply` varies along an axis along which the state does not. With
     `check_vma=False`, JAX does not track this, and nothing is raised.
     """
