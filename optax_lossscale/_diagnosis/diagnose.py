@@ -26,7 +26,7 @@ from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.gradient import check_keywords
+from optax_lossscale._step.loss import check_keywords
 from optax_lossscale._step.state import loss_scales_in
 
 

@@ -33,8 +33,7 @@ from optax_lossscale._programs.values import (
     variables,
 )
 from optax_lossscale._programs.versions import is_ref
-from optax_lossscale._step.gradient import loss_of
-from optax_lossscale._step.inputs import check_scalar
+from optax_lossscale._step.loss import check_scalar, loss_of
 
 
 class Gradient(NamedTuple):

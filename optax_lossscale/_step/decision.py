@@ -1,19 +1,20 @@
-"""The decision whether to apply a step, and how loss scale and skip rule adapt to it.
+"""Decides whether to apply a step, and adapts the loss scale and the skip rule to it.
 
-A step is applied if
+A step is applied if all of these hold:
 
-1. its unscaled gradients are finite (unless `skip=None`), and the loss scale's `update`
-   agrees, which by default checks the same;
-2. the true loss is finite, if the step is given one (unless `skip=None`);
-3. with a skip rule, the norm is finite in float32, that is, below 2**64, and the rule
-   does not take the step for a spike.
+1. The unscaled gradients are finite (unless `skip=None`).
+2. The loss scale's `update` allows it. By default, `update` makes the same check.
+3. The true loss is finite, if it was passed to the step (unless `skip=None`).
+4. With a skip rule, the gradient norm is finite in float32, that is, below 2**64, and
+   the rule does not judge the step to be a spike.
 
-The answers to 1 and 2 are `Flag`s. The rule is asked last.
+The answers to 1, 2 and 3 are `Flag`s, because each may be left unchecked. The rule is
+asked last.
 
-All replicas must decide alike, or their parameters would differ from then on. So with
-an `axis_name`, all that the decision depends on is first reduced over that axis: flags
-by a minimum, the norm by a maximum, and the loss by its mean. A loss scale that
-overrides `update` is given the axis, and reduces its flag by itself.
+All replicas must decide alike, or their parameters would diverge. So with an
+`axis_name`, everything that the decision depends on is first reduced over that axis:
+flags by a minimum, the norm by a maximum, and the loss by a mean. A loss scale that
+overrides `update` receives the axis name, and reduces its flag itself.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -39,7 +40,7 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
-# A bool, shape (); or Python's True where nothing was checked
+# A bool array of shape (), or Python's True if nothing was checked
 Flag: TypeAlias = jax.Array | Literal[True]
 
 
@@ -49,34 +50,35 @@ def decide_step(
     skip: Skip | None,
     axis_name: AxisName | None,
 ) -> tuple[Flag, LossScaleState]:
-    """Decides about a step; returns `(should_apply, state)`.
+    """Decides whether to apply a step; returns `(should_apply, new_state)`.
 
-    `state` is the state after the step, except for its inner state, which is still old.
+    `new_state` is the state after the step, except that it still holds the old inner
+    state.
 
-    The loss scale adapts to the gradients, unless the loss is not finite or a rule
-    skips the step. Another scale would not have helped there, and a step that is not
-    applied should not bring the scale closer to growth.
+    The loss scale does not adapt if the loss is not finite, or if the rule skips the
+    step. Another scale would not have helped, and a skipped step should not count
+    towards the growth of the scale.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
-    norm, grads_finite = _measure(grads, state, skip, axis_name)
-    adapted, scale_agrees = _adapt(state.loss_scale, grads, grads_finite, axis_name)
+    norm, grads_finite = _check_gradients(grads, state, skip, axis_name)
+    adapted, scale_allows = _adapt(state.loss_scale, grads, grads_finite, axis_name)
     loss_finite: Flag = True
     if value is not None and skip is not None:
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    flag = grads_finite & scale_agrees & loss_finite
-    if flag is True:
+    passed = grads_finite & scale_allows & loss_finite
+    if passed is True:
         # Nothing was checked. The counts stay as they were, so that the step compiles
-        # to that of the inner optimizer alone.
+        # to the inner optimizer alone.
         return True, state._replace(loss_scale=adapted)
 
-    may_apply = jnp.asarray(flag)
-    should_apply = may_apply
+    passed = jnp.asarray(passed)
+    should_apply = passed
     scale_adapts = loss_finite
     rule = state.skip_rule
     if rule is not None:
-        rule, should_apply = _ask_rule(rule, norm, value, may_apply, axis_name)
-        is_skipped_by_rule = may_apply & ~should_apply
+        rule, should_apply = _ask_rule(rule, norm, value, passed, axis_name)
+        is_skipped_by_rule = passed & ~should_apply
         scale_adapts = loss_finite & ~is_skipped_by_rule
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
@@ -84,13 +86,14 @@ def decide_step(
     return should_apply, _count(new_state, should_apply)
 
 
-def _measure(
+def _check_gradients(
     grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
 ) -> tuple[Any, Flag]:
-    """The norm of the gradients, and whether they are finite, on all replicas.
+    """Returns the norm of the gradients, and whether they are finite on all replicas.
 
-    The norm is None without a skip rule, which alone needs it. Where neither the loss
-    scale nor `skip` needs to know whether they are finite, they are not checked.
+    Only a skip rule needs the norm; without a rule, it is None. The gradients are not
+    checked if nothing depends on the answer, or if the loss scale's `update` checks
+    them itself.
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
@@ -99,7 +102,7 @@ def _measure(
     update = type(state.loss_scale).update
     checks_itself = getattr(update, "checks_gradients", False)
     must_be_finite = skip is not None and not checks_itself
-    if must_be_finite or _adapts_to_flag(state.loss_scale):
+    if must_be_finite or _inherits_update(state.loss_scale):
         return None, on_all_replicas(all_finite(grads), axis_name)
     return None, True
 
@@ -107,21 +110,22 @@ def _measure(
 def _adapt(
     loss_scale: LossScale, grads: Any, grads_finite: Flag, axis_name: AxisName | None
 ) -> tuple[LossScale, Flag]:
-    """The loss scale after these unscaled gradients, and whether it would apply them.
+    """Returns the next loss scale, and whether this one allows the step.
 
-    `grads_finite` is that of `_measure`.
+    A loss scale that inherits `update` only needs `grads_finite`. So its `adjust` is
+    called instead, and the gradients are not checked twice.
     """
-    if _adapts_to_flag(loss_scale):
+    if _inherits_update(loss_scale):
         new = loss_scale.adjust(grads_finite)
         check_successor(new, loss_scale, "adjust")
         return new, True
-    new, agrees = loss_scale.update(grads, axis_name)
+    new, allows = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "update")
-    return new, agrees if agrees is True else jnp.asarray(agrees, bool)
+    return new, allows if allows is True else jnp.asarray(allows, bool)
 
 
-def _adapts_to_flag(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `LossScale.update`, which only asks `adjust`."""
+def _inherits_update(loss_scale: LossScale) -> bool:
+    """Whether a loss scale inherits `LossScale.update`, a check followed by `adjust`."""
     return type(loss_scale).update is LossScale.update
 
 
@@ -129,26 +133,26 @@ def _ask_rule(
     rule: SkipRule,
     norm: jax.Array,
     value: jax.Array | None,
-    may_apply: jax.Array,
+    passed: jax.Array,
     axis_name: AxisName | None,
 ) -> tuple[SkipRule, jax.Array]:
-    """The skip rule after a step, and whether to apply the step.
+    """Returns the next skip rule, and whether to apply the step.
 
-    `may_apply` says whether the step would be applied without a rule. The rule is asked
-    at every step, which is cheaper than a branch. What it learns from a step that is
-    not finite is dropped, except that its `gradient_norm` becomes infinite.
+    `passed` is whether the step passed all other checks. The rule is asked at every
+    step, which is cheaper than a branch. If the step is not finite, its answer and its
+    new state are discarded, and only its `gradient_norm` changes, to infinity.
     """
-    is_finite = may_apply & jnp.isfinite(norm)
+    is_finite = passed & jnp.isfinite(norm)
     if value is not None:
         value = across(lax.pmean, value.astype(jnp.float32), axis_name)
         is_finite = is_finite & jnp.isfinite(value)
-    after_seeing, allows = rule.update(norm, value)
-    unseen = rule.replace(gradient_norm=jnp.inf)
-    return choose(is_finite, after_seeing, unseen), is_finite & allows
+    updated, allows = rule.update(norm, value)
+    not_updated = rule.replace(gradient_norm=jnp.inf)
+    return choose(is_finite, updated, not_updated), is_finite & allows
 
 
 def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
-    """The state with one more step counted, which is applied or skipped."""
+    """Counts one more step, applied or skipped."""
     skipped = state.skipped_steps
     skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
     in_a_row = state.consecutive_skipped_steps
@@ -163,8 +167,9 @@ def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas that share a state could decide differently.
 
-    JAX's types show it under `shard_map`, unless `check_vma=False`: `should_apply` then
-    varies along an axis along which the state does not.
+    Under `shard_map`, JAX tracks the axes along which a value varies. Replicas could
+    differ if `should_apply` varies along an axis along which the state does not. With
+    `check_vma=False`, JAX does not track this, and nothing is raised.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state

@@ -1,8 +1,11 @@
-"""Finding the loss scale that an argument stands for, or that a state holds.
+"""Finds the loss scale that an argument describes, or that a state holds.
 
-`get` takes what a user passes to the optimizer, such as a word, a number or a config.
-`get_loss_scale` finds the loss scale in a state. `resolve` takes either, for functions
-such as `value_and_scaled_grad`.
+`get` accepts what users pass to `with_loss_scale`: a word such as `"dynamic"`, a number
+or a config. `get_loss_scale` finds the loss scale in an optimizer state. `resolve`
+accepts both, for functions such as `value_and_scaled_grad`::
+
+    value_and_scaled_grad(loss_fn, 1024)
+    value_and_scaled_grad(loss_fn, state)
 """
 
 from typing import Any, Literal
@@ -29,34 +32,34 @@ LossScaleLike = (
     LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
 )
 
-_SEVERAL = (
+_REMEDY_FOR_SEVERAL = (
     "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
     "once. To use testing on a step with several states, make it a function of one."
 )
 
 
 def get(identifier: LossScaleLike) -> LossScale:
-    """The loss scale that an identifier stands for.
+    """Returns the loss scale for an identifier: a word, a number or a config.
 
     Args:
       identifier: one of the following:
 
-        - `"dynamic"`: a `DynamicLossScale`, with its defaults.
-        - `"headroom"`: a `HeadroomLossScale`, which suits short runs, and gradients that
-          are zero at most steps.
-        - A number, or a concrete array of shape (): a `FixedLossScale` of it.
+        - `"dynamic"`: a `DynamicLossScale` with its defaults.
+        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
+          and gradients that are zero at most steps.
+        - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
         - None: no scaling, a `FixedLossScale` of 1.
-        - A `LossScale`: itself.
+        - A `LossScale`: returned unchanged.
         - A dict from `get_config`: the loss scale that it describes.
-        - A dict with the key `"preset"`: what the function or class of that name in
-          `presets` returns, with the other items as its arguments.
+        - A dict with the key `"preset"`: the function or class of that name in
+          `presets` is called with the other items as its arguments.
 
     Returns:
-      The `LossScale`, in its initial state unless it was passed itself.
+      The `LossScale`, in its initial state unless the identifier is a `LossScale`.
 
     Raises:
-      ValueError: for anything else. If a preset has an unknown name, or an unknown or
-        missing argument, the error lists the known ones.
+      ValueError: for anything else. If the name of a preset is unknown, or one of its
+        arguments is unknown or missing, the error lists the known ones.
 
     Example:
       >>> import optax_lossscale as ols
@@ -73,7 +76,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
-        # `case "dynamic"` would also match an array of this string, which equals it.
+        # `case "dynamic"` would also match an array of this string: they compare equal.
         case str() if identifier == "dynamic":
             return DynamicLossScale()
         case str() if identifier == "headroom":
@@ -98,20 +101,21 @@ def get(identifier: LossScaleLike) -> LossScale:
 
 
 def get_loss_scale(state: Any) -> LossScale:
-    """The one loss scale in an optimizer state, however deeply nested.
+    """Returns the one loss scale in an optimizer state, however deeply nested.
 
     Args:
-      state: a state of `with_loss_scale`'s transformation, or anything that holds one,
-        such as the state of an `optax.chain`, a train state or an `nnx.Optimizer`. Or a
-        `LossScale` itself.
+      state: a state of the transformation that `with_loss_scale` returns, or anything
+        that contains such a state: the state of an `optax.chain`, a train state, or an
+        `nnx.Optimizer`. A `LossScale` itself is also accepted.
 
     Returns:
-      The `LossScale`, made of arrays even where `nnx` keeps them in variables. From a
-      stack of several models' states, it is a stack, too.
+      The `LossScale`. Its state fields are arrays, even if `nnx` keeps them in
+      variables. If the state is a stack of several models' states, so is the loss
+      scale.
 
     Raises:
-      ValueError: if the state holds no loss scale, or more than one (`nnx` variables
-        that two modules share count once).
+      ValueError: if the state holds no loss scale, or more than one. (A loss scale in
+        `nnx` variables that two modules share counts once.)
       ValueError: if `optax.MultiSteps`, `conditionally_transform`, `apply_if_finite`
         or `contrib.mechanize` is wrapped around `with_loss_scale`.
 
@@ -124,7 +128,7 @@ def get_loss_scale(state: Any) -> LossScale:
     """
     loss_scales = distinct_nodes(loss_scales_in(state))
     if len(loss_scales) != 1:
-        remedy = _SEVERAL if loss_scales else _remedy_for_none(state)
+        remedy = _REMEDY_FOR_SEVERAL if loss_scales else _remedy_for_none(state)
         raise ValueError(
             f"expected exactly one loss scale in the state, found {len(loss_scales)} "
             f"in a {type(state).__name__}. {remedy}"
@@ -134,7 +138,7 @@ def get_loss_scale(state: Any) -> LossScale:
 
 
 def _remedy_for_none(state: Any) -> str:
-    """What to do about a state in which no loss scale is found."""
+    """Returns advice for a state in which no loss scale is found."""
     if find_nodes(lambda x: is_of_nnx(x, "State"), state):
         return (
             "A state of nnx.split does not say what is a loss scale: call nnx.merge "
@@ -147,15 +151,15 @@ def _remedy_for_none(state: Any) -> str:
 
 
 def resolve(loss_scale: Any) -> LossScale:
-    """The loss scale that an argument `loss_scale` of another function stands for.
+    """Returns the loss scale for the argument `loss_scale` of another function.
 
-    The argument is anything that `get` takes, a state that holds one loss scale, or an
-    array of shape (). The array may be traced, as where a trainer passes the scale
-    through an argument of its own.
+    The argument is anything that `get` accepts, a state that holds one loss scale, or
+    an array of shape (). The array may be traced, for trainers that pass the scale to
+    their compiled step as an argument.
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # No step is taken with it, so it does not matter how it would adapt.
+        # Callers only scale by it, so how it would adapt does not matter.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
@@ -163,6 +167,6 @@ def resolve(loss_scale: Any) -> LossScale:
     if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
     check_nothing_follows(loss_scale)
-    of_state = get_loss_scale(loss_scale)
-    check_no_stack(of_state.loss_scale)
-    return of_state
+    found = get_loss_scale(loss_scale)
+    check_no_stack(found.loss_scale)
+    return found

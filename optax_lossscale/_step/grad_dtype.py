@@ -1,9 +1,9 @@
-"""The argument `grad_dtype`: the dtypes in which gradients are computed.
+"""Casts parameters to `grad_dtype`, which makes it the dtype of their gradients.
 
-A gradient has the dtype of what is differentiated. So the parameters are cast to
-`grad_dtype` before the loss function is called, and with float16, their gradients take
-half the memory. Only wider floats are cast: narrower ones have narrow gradients
-already.
+JAX gives a gradient the dtype of the argument that is differentiated. So parameters are
+cast before the loss function is called: with `grad_dtype=jnp.float16`, float32
+parameters get float16 gradients, which take half the memory. Only floats wider than
+`grad_dtype` are cast, since the gradients of narrower ones are narrow already.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 
-# A dtype; a tree of dtypes, with None for leaves that are not cast; or a function from
-# what is differentiated to either. The types name the usual containers; for others, use
-# a function.
+# A dtype; a tree of dtypes, with None for leaves that are not cast; or a function that
+# accepts the differentiated argument and returns a dtype or a tree. Type checkers only
+# know the usual containers here; for a tree with other nodes, use a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -30,9 +30,9 @@ GradDtype: TypeAlias = (
 
 
 def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
-    """The differentiated arguments, with wider floats cast as `grad_dtype` says.
+    """Casts the wider floats among the differentiated arguments to `grad_dtype`.
 
-    `grad_dtype` is first broadcast to their tree, of which it may be a prefix.
+    `grad_dtype` may be a prefix of the arguments' tree, to which it is broadcast.
     """
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
@@ -42,10 +42,11 @@ def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
 
 
 def _cast(path: Any, x: Any, dtype: Any) -> Any:
-    """One leaf, cast to a dtype if it is a wider float; `None` casts nothing.
+    """Casts a leaf to a dtype if it is a wider float, and if the dtype is not None.
 
-    A float of another dtype of the same width raises a `ValueError`: float16 and
-    bfloat16 together make the model compute in float32.
+    If the leaf is a float of the same width but another dtype, raises a `ValueError`:
+    JAX promotes float16 and bfloat16 together to float32, so the model would compute in
+    float32.
     """
     if dtype is None or not is_inexact_leaf(x) or jnp.iscomplexobj(x):
         return x
@@ -62,7 +63,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:
-    """Raises unless this is a function or a tree of floating-point dtypes."""
+    """Raises unless `grad_dtype` is a function or a tree of floating-point dtypes."""
     if _is_function(grad_dtype):
         return
     for leaf in jax.tree.leaves(grad_dtype):
@@ -70,14 +71,14 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether this is None, a leaf in trees of dtypes, not an empty subtree."""
+    """Whether `x` is None. In a tree of dtypes, None is a leaf, not an empty subtree."""
     return x is None
 
 
 def _is_function(grad_dtype: Any) -> bool:
-    """Whether this is a function to call, and not a dtype or a tree of dtypes.
+    """Whether `grad_dtype` is a function, and not a dtype or a tree of dtypes.
 
-    A dtype such as `jnp.float16` is callable, too.
+    It is not enough to be callable: a dtype such as `jnp.float16` is callable, too.
     """
     is_function = validation.is_function(grad_dtype)
     return is_function and validation.dtype_or_none(grad_dtype) is None

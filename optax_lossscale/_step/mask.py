@@ -1,8 +1,11 @@
-"""The argument `mask`: gradients that are neither unscaled nor checked.
+"""The argument `mask`, which excludes gradients from unscaling and from the check.
 
-The mask excludes leaves that are not gradients but new values of their parameters, such
-as Flax's float8 scales, which the loss scale does not multiply. The inner optimizer
-sees them beside the unscaled gradients of the others.
+Some leaves of a gradient tree are not gradients, but new values of their parameters,
+which the loss scale does not multiply. Flax's float8 scales are an example::
+
+    mask = {"params": True, "_overwrite_with_gradient": False}
+
+The inner optimizer receives the excluded leaves together with the unscaled gradients.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +17,9 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse
 from optax_lossscale._arrays.validation import is_function
 
-# A bool; a tree of bools; or a function from the gradients to either. The types name
-# the usual containers; for others, use a function.
+# A bool; a tree of bools; or a function that accepts the gradients and returns a bool
+# or a tree. Type checkers only know the usual containers here; for a tree with other
+# nodes, use a function.
 Mask: TypeAlias = (
     bool
     | np.bool_
@@ -27,7 +31,7 @@ Mask: TypeAlias = (
 
 
 def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:
-    """Whether the mask keeps each gradient, in the order of the leaves."""
+    """Returns a flag for each leaf of the gradients: whether the mask keeps it."""
     if is_function(mask):
         mask = mask(grads)
         check_mask(mask)
@@ -41,7 +45,7 @@ def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:
 
 
 def check_mask(mask: Mask | None) -> None:
-    """Raises unless a mask is None, a function, or a tree of bools."""
+    """Raises unless `mask` is None, a function, or a tree of bools."""
     if is_function(mask):
         return
     for leaf in jax.tree.leaves(mask):

@@ -1,4 +1,4 @@
-"""What to log about loss scaling: the scalars of the state, by name."""
+"""Collects the scalars to log about loss scaling, such as the scale and the skips."""
 
 from typing import Any
 
@@ -9,36 +9,40 @@ from optax_lossscale._arrays.contexts import BLANK_METRICS
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import loss_scale_state_in
+from optax_lossscale._step.state import loss_scale_state_or_none
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
-    """The state of loss scaling as a flat dict of scalars to log, also under `jit`.
+    """Returns the state of loss scaling as a flat dict of scalars to log.
+
+    It also works under `jit`.
 
     Args:
-      state: an optimizer state with one `LossScaleState` in it, a train state or an
-        `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
+      state: an optimizer state with one `LossScaleState` in it, or a train state or
+        `nnx.Optimizer` that holds it. For a `LossScale`, the dict contains only the
+        entries of the loss scale.
 
     Returns:
-      Scalars, shape (), by name; state of your own is returned in its own shape. For a
-      stack of several models' states, all have the axes of the stack in addition.
+      Scalars, shape (), by name. State fields of your own classes keep their shape. For
+      a stack of several models' states, all entries have the axes of the stack in
+      addition.
 
       - `loss_scale`, `log2_loss_scale`: float32.
-      - `exhausted`: whether gradients overflowed and the scale could not be lowered, at
-        the last step that the scale adapted to; bool.
+      - `exhausted`: whether, at the last step that the scale adapted to, gradients
+        overflowed and the scale could not be lowered; bool.
       - `should_apply`: whether the last step was applied; bool.
       - `skipped_steps`, `consecutive_skipped_steps`: int32.
       - The other public state of the loss scale: for a `DynamicLossScale`,
         `growth_counter`, the finite steps in a row since the last growth, and
         `hysteresis_left`.
-      - With a skip rule, `gradient_norm`: the global norm of the unscaled gradients of
-        the last step, infinite if the step was not finite; float32.
-      - With a skip rule, `skipped_by_rule`: how many steps it skipped whose gradients,
-        norm and loss were finite; int32.
+      - With a skip rule, `gradient_norm`: the global norm of the last step's unscaled
+        gradients, infinite if the step was not finite; float32.
+      - With a skip rule, `skipped_by_rule`: how many steps the rule skipped although
+        their gradients, norm and loss were finite; int32.
       - The other public state of the rule.
 
-      An entry of the loss scale or of the rule whose name is taken already is called
-      `loss_scale/name` or `skip_rule/name`.
+      If the name of an entry of the loss scale or the rule is already in use, the entry
+      is called `loss_scale/name` or `skip_rule/name`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -61,27 +65,27 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
-    wrapper = loss_scale_state_in(state)
-    # `testing` sets it, so that metrics do not count as outputs that depend on the
-    # scale.
+    wrapper_state = loss_scale_state_or_none(state)
+    # `testing` sets this, so that metrics do not count as outputs that depend on the
+    # loss scale.
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
-    scale, log2, exhausted = _of_loss_scale(loss_scale)
+    scale, log2, exhausted = _loss_scale_scalars(loss_scale)
     scalars: dict[str, jax.Array] = {
         "loss_scale": scale,
         "log2_loss_scale": log2,
         "exhausted": exhausted,
     }
     rule = None
-    if wrapper is not None:
-        rule = wrapper.skip_rule
+    if wrapper_state is not None:
+        rule = wrapper_state.skip_rule
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
-            scalars[name] = getattr(wrapper, name)
+            scalars[name] = getattr(wrapper_state, name)
     parts = {"loss_scale": loss_scale, "skip_rule": rule}
     for path, x in jax.tree.leaves_with_path(parts):
         name = path_name(path[1:])
         full_name = path_name(path)
-        is_the_scale = full_name == "loss_scale/loss_scale"  # which is there already
+        is_the_scale = full_name == "loss_scale/loss_scale"  # added above
         if name.startswith("_") or is_the_scale:
             continue
         scalars[full_name if name in scalars else name] = x
@@ -89,10 +93,12 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
-def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scale, its log2, and whether it is exhausted; each of shape ()."""
+def _loss_scale_scalars(
+    loss_scale: LossScale,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()
-    # With the exponent apart, the logarithm of a power of two is exactly an integer.
+    # With the exponent taken out, the log2 of a power of two is exactly an integer.
     mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
     return scale, log2, loss_scale.exhausted()
@@ -100,6 +106,7 @@ def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Arr
 
 @jax.jit
 def _blank(loss_scale: LossScale) -> LossScale:
-    """The loss scale with its initial scale, and zeros for all other state."""
-    first = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
-    return jax.tree.map(jnp.zeros_like, loss_scale).replace(loss_scale=first)
+    """Resets a loss scale to its initial scale, and its other state to zeros."""
+    initial = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
+    zeros = jax.tree.map(jnp.zeros_like, loss_scale)
+    return zeros.replace(loss_scale=initial)

@@ -1,10 +1,11 @@
-"""Parameters without a gradient, which a step leaves as they are.
+"""Leaves parameters without a gradient unchanged.
 
-A gradient is missing where it is None, or a float0 array, JAX's gradient of an integer.
-The inner optimizer has a place for every parameter, so `completed` puts zeros there.
-But an optimizer may move a parameter whose gradient is zero, by weight decay or
-momentum. So `MissingGradients` remembers the paths: after the inner update, it drops
-the updates of these parameters, and puts back their slots in the inner state.
+A gradient is missing if it is None, or a float0 array, which is JAX's gradient of an
+integer. The inner optimizer expects a gradient for every parameter, so `fill_missing`
+puts zeros in place of missing ones. But an optimizer with weight decay or momentum may
+move a parameter even if its gradient is zero. So `MissingGradients` remembers which
+gradients were missing. After the inner update, it drops the updates of their parameters
+(`map_updates`), and restores their slots in the inner state (`keep_slots`).
 """
 
 import dataclasses
@@ -22,42 +23,47 @@ from optax_lossscale._arrays.precision import at_least_float32
 
 @dataclasses.dataclass(frozen=True)
 class MissingGradients:
-    """Where a tree of gradients has none."""
+    """The paths in a gradient tree at which gradients are missing."""
 
-    paths: frozenset[Any]  # of parameters, and of whole branches of them
+    paths: frozenset[Any]  # of leaves, and of whole branches
 
     def __contains__(self, path: Any) -> bool:
-        """Whether the gradient at a path is missing, or that of a branch around it."""
+        """Whether the gradient at a path, or a branch that contains it, is missing."""
         return any(path[:length] in self.paths for length in range(len(path) + 1))
 
     def map_updates(
         self, function: Callable[[Any, Any], Any], params: Any, updates: Any
     ) -> Any:
-        """`function(param, update)` of each parameter, with None for a missing update."""
-        # In `optax.lookahead`'s pair of parameter trees, the fast and the slow one, a
-        # path begins with one key more than that of the gradient.
+        """Applies `function(param, update)` to each parameter and its update.
+
+        If the gradient of a parameter is missing, `update` is None. No tree of updates
+        contains these Nones, because a custom pytree node may not accept None as a
+        child.
+        """
+        # `optax.lookahead` has a pair of parameter trees, the fast and the slow one. So
+        # the path of a parameter has one key in front of the path of its gradient.
         is_pair = isinstance(params, optax.LookaheadParams)
 
-        def unless_missing(path, param, update):
+        def mapped(path, param, update):
             path_of_grad = path[1:] if is_pair else path
             if path_of_grad in self:
                 update = None
             return function(param, update)
 
-        return jax.tree.map_with_path(unless_missing, params, updates)
+        return jax.tree.map_with_path(mapped, params, updates)
 
-    def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
-        """The new inner state, but with the old slots of parameters without gradients.
+    def keep_slots(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
+        """Returns the new inner state, but keeps the old slots where gradients are missing.
 
-        Slots are the arrays that the inner state has for each parameter, such as
-        Adam's moments. `init` is the inner optimizer's, from which Optax finds them.
+        Slots are the arrays that the inner state holds for each parameter, such as
+        Adam's moments. Optax finds them by calling `init`, the inner optimizer's.
         """
         if not self.paths:
             return new
 
         def are_kept(slots):
-            # Slots are matched to parameters by their paths, not leaf by leaf: some are
-            # trees themselves (SM3's), and others are missing (under a mask).
+            # Slots are matched to parameters by path, not leaf by leaf, because a slot
+            # may be a tree itself (in SM3) or missing (under a mask).
             return jax.tree.map_with_path(lambda path, _: path in self, slots)
 
         is_kept = optax.tree.map_params(
@@ -68,17 +74,17 @@ class MissingGradients:
             is_leaf=lambda _: True,
         )
 
-        def chosen(is_kept, new, old):
+        def select(is_kept, new, old):
             return old if is_kept else new
 
-        return jax.tree.map(chosen, is_kept, new, old)
+        return jax.tree.map(select, is_kept, new, old)
 
 
-def completed(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
-    """The gradients in the structure of the parameters, and where they are missing.
+def fill_missing(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
+    """Puts zeros in place of missing gradients; returns `(grads, missing)`.
 
-    Zeros stand for missing gradients. Without parameters, the gradients are returned as
-    they are, as it is not known where zeros belong.
+    The result has the structure of the parameters. Without parameters, it is not known
+    where zeros belong, and the gradients are returned unchanged.
     """
     leaves = jax.tree.leaves_with_path(grads, is_leaf=_is_missing)
     missing = MissingGradients(frozenset(path for path, x in leaves if _is_missing(x)))
@@ -86,28 +92,27 @@ def completed(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
         return grads, missing
     differentiated = differentiated_params(params)
 
-    def or_zeros(grad, branch):
-        """A gradient, or zeros like its branch of the parameters if it is missing."""
+    def grad_or_zeros(grad, branch):
         return jax.tree.map(_zeros_like, branch) if _is_missing(grad) else grad
 
     try:
-        with_zeros = jax.tree.map(or_zeros, grads, differentiated, is_leaf=_is_missing)
+        filled = jax.tree.map(grad_or_zeros, grads, differentiated, is_leaf=_is_missing)
     except ValueError as error:
-        raise _other_structure(grads, differentiated) from error
-    if jax.tree.structure(with_zeros) != jax.tree.structure(differentiated):
-        raise _other_structure(grads, differentiated)
-    return with_zeros, missing
+        raise _structure_error(grads, differentiated) from error
+    if jax.tree.structure(filled) != jax.tree.structure(differentiated):
+        raise _structure_error(grads, differentiated)
+    return filled, missing
 
 
 def differentiated_params(params: Any) -> Any:
-    """The parameters that gradients are of: for `optax.lookahead`, the fast ones."""
+    """Returns the parameters that have gradients: for `optax.lookahead`, the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def as_inner_sees(param: Any) -> Any:
-    """A parameter as the inner optimizer sees it: in float32 or wider.
+def param_for_inner(param: Any) -> Any:
+    """Converts a parameter for the inner optimizer: to float32 or wider.
 
-    For a PRNG key, which no optimizer can compute with, zeros of its shape.
+    No optimizer can compute with a PRNG key, so zeros of its shape stand in for it.
     """
     is_array = isinstance(param, jax.Array)
     if is_array and jnp.issubdtype(param.dtype, jax.dtypes.prng_key):
@@ -115,23 +120,23 @@ def as_inner_sees(param: Any) -> Any:
     return at_least_float32(param)
 
 
-def update_or_zero(param: Any, update: Any) -> Any:
-    """The update of a parameter, or zeros if it has none."""
+def update_or_zeros(param: Any, update: Any) -> Any:
+    """Returns the update of a parameter, or zeros if the update is None."""
     return _zeros_like(param) if update is None else update
 
 
 def _zeros_like(param: Any) -> jax.Array:
-    """Zeros that stand for the missing gradient or update of a parameter."""
-    return jnp.zeros_like(as_inner_sees(param))
+    """Returns zeros for the missing gradient or update of a parameter."""
+    return jnp.zeros_like(param_for_inner(param))
 
 
 def _is_missing(grad: Any) -> bool:
-    """Whether this is None, or a float0 array, JAX's gradient of an integer."""
+    """Whether a gradient is None, or a float0 array, JAX's gradient of an integer."""
     return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
 
 
-def _other_structure(grads: Any, params: Any) -> ValueError:
-    """The error for gradients that do not have the structure of their parameters."""
+def _structure_error(grads: Any, params: Any) -> ValueError:
+    """Builds the error for gradients without the structure of their parameters."""
 
     def paths(tree):
         return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}

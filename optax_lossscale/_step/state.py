@@ -1,9 +1,10 @@
-"""The state of an optimizer with loss scaling, and checks of a state that comes back.
+"""The state of an optimizer with loss scaling, and the checks at the start of a step.
 
-Between two steps, a state may pass through a checkpoint, `vmap` or another
-transformation, and come back as something else. Training would go on with wrong
-numbers, so each step checks what can be checked without reading an array: types,
-structures, shapes and dtypes.
+Between two steps, a state may pass through a checkpoint, a `vmap` or another
+transformation, and be changed there: a flag that a checkpoint restores as a float, for
+example. Training would silently continue with wrong numbers. So each step checks
+everything that can be checked without reading an array: types, structures, shapes and
+dtypes.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,10 @@ class LossScaleState(NamedTuple):
       loss_scale: the `LossScale`, with its counters.
       inner_state: the state of the wrapped optimizer.
       should_apply: whether the last step was applied; bool, shape (). A step that
-        checks nothing, with `skip=None` and a fixed loss scale, leaves it as it was.
-      skipped_steps: the steps skipped so far; int32, shape ().
-      consecutive_skipped_steps: those since the last applied step; int32, shape ().
+        checks nothing, with `skip=None` and a fixed loss scale, does not change it.
+      skipped_steps: the number of steps skipped so far; int32, shape ().
+      consecutive_skipped_steps: the number of steps skipped since the last applied
+        step; int32, shape ().
       skip_rule: the `SkipRule` that decides about finite steps, with its state; or
         None.
     """
@@ -48,29 +50,30 @@ class LossScaleState(NamedTuple):
 
 
 def loss_scales_in(state: Any) -> list[LossScale]:
-    """Every loss scale in a state, however deeply nested."""
+    """Finds every loss scale in a state, however deeply nested."""
     return find_nodes(lambda x: isinstance(x, LossScale), state)
 
 
 def loss_scale_states_in(state: Any) -> list[LossScaleState]:
-    """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
+    """Finds every `LossScaleState` in an optimizer state.
 
-    A state whose variables occur in several places is returned once.
+    `nnx` variables in it are replaced by their arrays. Several states that share their
+    variables are returned once.
     """
     states = find_nodes(lambda x: isinstance(x, LossScaleState), state)
     return [without_variables(x) for x in distinct_nodes(states)]
 
 
-def loss_scale_state_in(state: Any) -> LossScaleState | None:
-    """The first `LossScaleState` in a state; None for a loss scale by itself.
+def loss_scale_state_or_none(state: Any) -> LossScaleState | None:
+    """Returns the first `LossScaleState` in a state, or None for a bare loss scale.
 
-    It is the only one if `get_loss_scale` has found that there is one loss scale.
+    If `get_loss_scale` accepts the state, then there is no second one.
     """
     return next(iter(loss_scale_states_in(state)), None)
 
 
 def check_state(state: Any) -> None:
-    """Raises unless this is a `LossScaleState` of one model, as a step returned it."""
+    """Raises unless `state` is a `LossScaleState` of one model, as a step returns it."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or "
@@ -89,7 +92,7 @@ def check_state(state: Any) -> None:
 
 
 def check_no_stack(scalar: Any) -> None:
-    """Raises if a scalar of a state has axes, as in a stack of several states."""
+    """Raises if a scalar in a state has axes, because the state is a stack of states."""
     shape = np.shape(scalar)
     if shape:
         raise ValueError(
@@ -100,9 +103,10 @@ def check_no_stack(scalar: Any) -> None:
 
 
 def check_configuration(name: str, in_state: Any, configured: Any) -> None:
-    """Raises if a field of the state is not configured as the transformation is.
+    """Raises if a field of the state was configured differently from the transformation.
 
-    Configuration is part of a tree's structure, so comparing structures is enough.
+    The configuration of a loss scale or skip rule is static, part of its structure as a
+    pytree. So it is enough to compare structures.
     """
     if jax.tree.structure(in_state) != jax.tree.structure(configured):
         raise ValueError(
@@ -115,24 +119,24 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
 
 
 def _shown_config(x: Any) -> Any:
-    """The configuration of a loss scale or a rule; anything else as short text."""
+    """Returns the configuration of a loss scale or rule, or short text for another `x`."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
 def check_inner_dtypes(
     inner_state: Any, init: Callable[[Any], Any], params: Any
 ) -> None:
-    """Raises if the inner state holds narrower floats than `init` makes.
+    """Raises if the inner state has narrower floats than `init` returns.
 
-    That happens if the state of a 16-bit optimizer is restored. `init` is called, on
-    abstract parameters, only if some floats are narrow.
+    That happens if a checkpoint of a 16-bit optimizer is restored. `init` is called on
+    abstract parameters, and only if the state has narrow floats at all.
     """
     if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return
 
     initial_state = jax.eval_shape(init, params)
     if jax.tree.structure(initial_state) != jax.tree.structure(inner_state):
-        return  # it is another optimizer's, which the inner update refuses
+        return  # the state of another optimizer, which the inner update rejects
     leaves = jax.tree.leaves_with_path(inner_state)
     initial_leaves = jax.tree.leaves(initial_state)
     for (path, x), initial in zip(leaves, initial_leaves, strict=True):

@@ -1,12 +1,14 @@
-"""The optimizer step, which unscales, decides, applies or skips, and adapts.
+"""The optimizer step as a whole: unscale, decide, then apply or skip.
 
-Scaled gradients pass through `ScaledStep.step` as follows. `inputs.prepare` checks
-them, and puts zeros where one is missing. They are divided by the loss scale that the
-state holds, which is the one that the loss was multiplied by. `decide_step` checks
-whether they are finite, on all replicas, and returns whether to apply the step,
-together with the state in which the loss scale has adapted. `apply_or_skip` then runs
-the inner optimizer on the unscaled gradients, or keeps the parameters and the inner
-state as they were.
+`ScaledStep.step` does the following:
+
+1. `inputs.prepare` validates the gradients, and puts zeros in place of missing ones.
+2. The gradients are divided by the loss scale in the state, the same one that the loss
+   was multiplied by.
+3. `decide_step` checks whether the gradients are finite on all replicas. It returns
+   whether to apply the step, and the state with an adapted loss scale.
+4. `apply_or_skip` runs the inner optimizer on the unscaled gradients, or keeps the
+   parameters and the inner state as they were.
 """
 
 import dataclasses
@@ -22,11 +24,12 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import strongly_typed
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step import inputs, master_weights
+from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
-from optax_lossscale._step.missing_gradients import as_inner_sees
+from optax_lossscale._step.master_weights_state import check_remainders, with_remainders
+from optax_lossscale._step.missing_gradients import param_for_inner
 from optax_lossscale._step.nesting import check_nothing_follows
 from optax_lossscale._step.state import (
     LossScaleState,
@@ -42,7 +45,8 @@ from optax_lossscale._step.update import InnerUpdate
 class ScaledStep:
     """The step of `with_loss_scale`, with the arguments of that function as fields.
 
-    An instance is the transformation's `update`, where `apply_gradients` finds it.
+    An instance is the `update` of the transformation. Unlike a closure, it lets
+    `apply_gradients` call `step` on it.
     """
 
     inner: optax.GradientTransformation
@@ -54,14 +58,17 @@ class ScaledStep:
 
     @property
     def rule(self) -> SkipRule | None:
-        """The rule that decides about finite steps, in its initial state."""
+        """The skip rule that decides about finite steps, in its initial state."""
         return self.skip if isinstance(self.skip, SkipRule) else None
 
     def init(self, params: Any) -> LossScaleState:
-        """The state before the first step, made for parameters in float32 or wider."""
+        """Returns the state before the first step.
+
+        It is made for parameters in float32 or wider, whatever their own dtype is.
+        """
         inputs.check_arrays("params", params)
         return LossScaleState(
-            # Copies, as a state may be donated, and `init` may be called again.
+            # Copies, because the state may be donated, and `init` called again.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(self._init_inner(params), params),
             should_apply=jnp.array(True),
@@ -71,8 +78,8 @@ class ScaledStep:
         )
 
     def _init_inner(self, params: Any) -> Any:
-        """The inner optimizer's state before the first step."""
-        inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
+        """Returns the state of the inner optimizer before the first step."""
+        inner_state = self.inner.init(jax.tree.map(param_for_inner, params))
         if loss_scale_states_in(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
@@ -80,13 +87,11 @@ class ScaledStep:
                 "optimizer, once"
             )
         check_nothing_follows(inner_state)
-        with_remainders = master_weights.with_remainders(
-            inner_state, self.inner.init, params
-        )
-        return jax.tree.map(strongly_typed, with_remainders)
+        inner_state = with_remainders(inner_state, self.inner.init, params)
+        return jax.tree.map(strongly_typed, inner_state)
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
-        """The transformation's `update`; returns `(updates, state)`."""
+        """Takes one step as the transformation's `update`; returns `(updates, state)`."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
 
     def step(
@@ -99,9 +104,9 @@ class ScaledStep:
         *,
         to_params: bool,
     ) -> tuple[Any, LossScaleState]:
-        """Takes one step; returns the new parameters and the new state.
+        """Takes one step; returns `(params, state)`.
 
-        With `to_params=False`, it returns the updates in place of the parameters.
+        With `to_params=False`, returns `(updates, state)`.
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
@@ -112,37 +117,37 @@ class ScaledStep:
             unscaled, state, self.skip, self.axis_name
         )
         update = InnerUpdate(self.inner, extra_args, to_params=to_params)
-        new, inner_state = apply_or_skip(
+        params_or_updates, inner_state = apply_or_skip(
             should_apply,
             update,
             (scaled, state),
             self.branch,
             skips_nonfinite=self.skip is not None,
         )
-        return new, new_state._replace(inner_state=inner_state)
+        return params_or_updates, new_state._replace(inner_state=inner_state)
 
     def _check_state(self, state: Any, params: Any) -> None:
-        """Raises unless a state is one of this transformation, for these parameters."""
+        """Raises unless the state belongs to this transformation and these parameters."""
         check_state(state)
         check_configuration("loss_scale", state.loss_scale, self.loss_scale)
         check_configuration("skip_rule", state.skip_rule, self.rule)
         if params is not None:
-            master_weights.check_remainders(state.inner_state, self._init_inner, params)
+            check_remainders(state.inner_state, self._init_inner, params)
             check_inner_dtypes(state.inner_state, self._init_inner, params)
 
 
 def _unaliased(state: Any, params: Any) -> Any:
-    """A state in which no array occurs twice, or is one of the parameters.
+    """Copies arrays of the state that occur in it twice, or among the parameters.
 
-    Parameters and state may then be donated to the step: JAX refuses to donate an array
-    twice.
+    Parameters and state can then be donated to a step together: JAX refuses to donate
+    the same array twice.
     """
-    seen = {id(p) for p in jax.tree.leaves(params)}
+    seen = {id(param) for param in jax.tree.leaves(params)}
 
-    def unaliased(x):
+    def copy_if_seen(x):
         if isinstance(x, jax.Array) and id(x) in seen:
             return jnp.copy(x)
         seen.add(id(x))
         return x
 
-    return jax.tree.map(unaliased, state)
+    return jax.tree.map(copy_if_seen, state)

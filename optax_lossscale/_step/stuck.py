@@ -1,7 +1,8 @@
-"""The error for training that cannot go on, raised on the host.
+"""Raises an error on the host if training cannot go on.
 
-A compiled step cannot raise an error: if gradients overflow at every loss scale, it
-skips every step. The state shows that, and `raise_if_stuck` reads it between steps.
+A compiled step cannot raise an error. If gradients overflow at every loss scale, it
+skips every step, and training goes on forever without an effect. The state counts the
+skipped steps, and `raise_if_stuck` reads it between two steps.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from optax_lossscale._arrays.validation import check_concrete, positive_int
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import LossScaleState, loss_scale_state_in
+from optax_lossscale._step.state import LossScaleState, loss_scale_state_or_none
 
 _NOT_FINITE = "gradients or losses were not finite"
 _DIAGNOSE = (
@@ -31,26 +32,25 @@ _RESTART_RULE = (
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: too many steps overflow, or a rule skips too many."""
+    """Training cannot go on: too many steps overflowed, or a rule skipped too many."""
 
 
 def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     """Raises an error on the host if loss scaling has nothing left to try.
 
-    It waits for the device. A skipped step has left everything as it was, so what is
-    wrong with it can be seen afterwards: `print(diagnose(loss_fn, params, batch))`.
+    It waits for the device. Skipped steps leave the parameters as they were, so you can
+    examine afterwards what went wrong: `print(diagnose(loss_fn, params, batch))`.
 
     Args:
-      state: an optimizer state with one `LossScaleState` in it, a train state or an
-        `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is
-        looked at.
-      max_consecutive_skips: how many steps in a row may be skipped. A skip rule has a
-        budget of as many skips, in a row or not; 20 applied steps give one back.
+      state: an optimizer state with one `LossScaleState` in it, or a train state or
+        `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
+      max_consecutive_skips: how many steps in a row may be skipped. It is also a skip
+        rule's budget of skips, in a row or not; each 20 applied steps restore one skip.
 
     Raises:
-      LossScaleError: if the loss scale is `exhausted`, or more steps than
-        `max_consecutive_skips` were skipped in a row, or a rule skipped more than it
-        may.
+      LossScaleError: if the loss scale is `exhausted`; if more than
+        `max_consecutive_skips` steps in a row were skipped; or if a rule exceeded its
+        budget.
       ValueError: if the state holds no loss scale, or several, or if
         `max_consecutive_skips` is not an int of at least 1.
       TypeError: if the state is a stack of several models' states, or is traced.
@@ -68,11 +68,11 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
           ...
       optax_lossscale.LossScaleError: gradients overflowed at a loss scale...
     """
-    most = positive_int("max_consecutive_skips", max_consecutive_skips)
+    max_skips = positive_int("max_consecutive_skips", max_consecutive_skips)
     check_concrete("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
-    wrapper = loss_scale_state_in(state)
-    _check_one_model(loss_scale, wrapper)
+    wrapper_state = loss_scale_state_or_none(state)
+    _check_one_model(loss_scale, wrapper_state)
     reason = None
     remedy = _DIAGNOSE
     if loss_scale.exhausted():
@@ -82,27 +82,28 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         )
         if getattr(loss_scale, "min_scale", None) is not None:
             remedy = f"{_DIAGNOSE}. {_LOWER_FLOOR}"
-    elif wrapper is not None:
-        reason = _too_many_skips(wrapper, most)
-        if wrapper.skip_rule is not None:
+    elif wrapper_state is not None:
+        reason = _too_many_skips(wrapper_state, max_skips)
+        if wrapper_state.skip_rule is not None:
             remedy = f"{_DIAGNOSE}. {_RESTART_RULE}"
     if reason is None:
         return
-    in_a_row = ""
-    if wrapper is not None:
-        in_a_row = f"Steps skipped in a row: {wrapper.consecutive_skipped_steps}. "
-    raise LossScaleError(f"{reason}. {in_a_row}{remedy}")
+    skips = ""
+    if wrapper_state is not None:
+        in_a_row = wrapper_state.consecutive_skipped_steps
+        skips = f"Steps skipped in a row: {in_a_row}. "
+    raise LossScaleError(f"{reason}. {skips}{remedy}")
 
 
-def _too_many_skips(state: LossScaleState, most: int) -> str | None:
-    """Why more steps were skipped than may be; None if they were not."""
+def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
+    """Explains why too many steps were skipped; returns None if they were not."""
     rule = state.skip_rule
-    if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * most:
+    if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_skips:
         return (
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
             f"{rule.skipped_by_rule} steps in all. {_last_step(rule)}"
         )
-    if state.consecutive_skipped_steps <= most:
+    if state.consecutive_skipped_steps <= max_skips:
         return None
     reason = f"{_NOT_FINITE}; the loss scale is {state.loss_scale():g}"
     if rule is None:
@@ -111,16 +112,16 @@ def _too_many_skips(state: LossScaleState, most: int) -> str | None:
 
 
 def _last_step(rule: SkipRule) -> str:
-    """What is known of the last step, which was skipped by the rule or anyway."""
+    """Describes the gradients of the last step, whether or not the rule skipped it."""
     if np.isfinite(rule.gradient_norm):
         return f"At the last step, gradients had a norm of {rule.gradient_norm:g}"
     return f"At the last step, gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
 
 
-def _check_one_model(loss_scale: LossScale, wrapper: LossScaleState | None) -> None:
-    """Raises a `TypeError` for a stack of several models' states."""
-    number = loss_scale.loss_scale if wrapper is None else wrapper.should_apply
-    shape = np.shape(number)
+def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> None:
+    """Raises a `TypeError` if the state is a stack of several models' states."""
+    scalar = loss_scale.loss_scale if state is None else state.should_apply
+    shape = np.shape(scalar)
     if shape:
         raise TypeError(
             "raise_if_stuck takes the state of one model, got many, with leaves of "

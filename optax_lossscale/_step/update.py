@@ -1,8 +1,11 @@
-"""The part of a step that is applied or skipped: the inner optimizer's update.
+"""Runs the inner optimizer's update, the part of a step that can be skipped.
 
-The inner optimizer sees gradients, parameters and state in float32 or wider, whatever
-the dtype of the parameters. New parameters are rounded to their own dtype once, at the
-end.
+The inner optimizer receives gradients, parameters and state in float32 or wider,
+whatever the dtype of the parameters. Its updates are added in float32 or wider, too,
+and the new parameters are rounded to their own dtype once, at the end::
+
+    updates, inner_state = inner.update(unscaled_grads, inner_state, float32_params)
+    params = (float32_params + updates).astype(params.dtype)
 """
 
 import dataclasses
@@ -17,17 +20,17 @@ import optax
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strongly_typed
 from optax_lossscale._arrays.validation import check_transformation
 from optax_lossscale._step.inputs import StepInputs
-from optax_lossscale._step.missing_gradients import as_inner_sees, update_or_zero
+from optax_lossscale._step.missing_gradients import param_for_inner, update_or_zeros
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """The argument `inner` of a wrapper as an Optax transformation.
+    """Converts the argument `inner` of a wrapper to an Optax transformation.
 
     Raises a `TypeError` if it has no `init` and `update`.
     """
     check_transformation("inner", inner)
     if isinstance(inner, optax.MultiSteps):
-        # Its own `gradient_transformation` would drop the loss and extra arguments.
+        # `MultiSteps.gradient_transformation` would drop the loss and extra arguments.
         update: Any = inner.update
         return optax.GradientTransformationExtraArgs(inner.init, update)
     return inner
@@ -35,22 +38,22 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """The inner update of one step."""
+    """The inner optimizer's update in one step, with its extra arguments."""
 
     inner: optax.GradientTransformation
     extra_args: Mapping[str, Any]  # passed on to the inner update
-    to_params: bool  # whether to return new parameters, not the updates
+    to_params: bool  # whether to return new parameters instead of updates
 
     def apply(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
-        """The new parameters, or the updates that lead there, and the new inner state.
+        """Runs the update; returns new parameters or updates, and the new inner state.
 
-        The new inner state has the dtypes of the old one, and for parameters without a
-        gradient the old slots, such as Adam's moments.
+        The new inner state has the dtypes of the old one. For parameters without a
+        gradient, it keeps the old slots, such as Adam's moments.
         """
         params = unscaled.params
         missing = unscaled.missing
         inner = optax.with_extra_args_support(self.inner)
-        wide_params = jax.tree.map(as_inner_sees, params)
+        wide_params = jax.tree.map(param_for_inner, params)
         result, new_state = inner.update(
             unscaled.grads,
             inner_state,
@@ -58,17 +61,17 @@ class InnerUpdate:
             **self._extra_args(inner, unscaled.value),
         )
         if params is not None:
-            param_or_update = _param_after if self.to_params else update_or_zero
+            param_or_update = _updated_param if self.to_params else update_or_zeros
             result = missing.map_updates(param_or_update, params, result)
 
-        def in_its_dtype(new, old):
+        def in_old_dtype(new, old):
             return strongly_typed(new, dtype_of(old))
 
-        new_state = jax.tree.map(in_its_dtype, new_state, inner_state)
-        return result, missing.slots_kept(self.inner.init, new_state, inner_state)
+        new_state = jax.tree.map(in_old_dtype, new_state, inner_state)
+        return result, missing.keep_slots(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """The extra arguments of the inner update, with the loss if it takes one."""
+        """Returns the extra arguments, and the loss if the inner update accepts it."""
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if value is None or not (takes_any or "value" in parameters):
@@ -76,10 +79,10 @@ class InnerUpdate:
         return {"value": value, **self.extra_args}
 
 
-def _param_after(param: Any, update: Any) -> Any:
-    """A parameter plus its update, added in float32 or wider, in its own dtype.
+def _updated_param(param: Any, update: Any) -> Any:
+    """Adds an update to a parameter in float32 or wider, and rounds the sum.
 
-    A parameter whose update is None stays as it is.
+    If the update is None, the parameter stays as it is.
     """
     if update is None:
         return strongly_typed(param)

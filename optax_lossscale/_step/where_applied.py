@@ -1,8 +1,10 @@
-"""Keeping other values as they were if the step was skipped, such as batch statistics.
+"""Restores other values after a skipped step, such as batch statistics.
 
-A skipped step has run the forward pass all the same. What the forward pass computes,
-and what the training step computes from that, may hold the NaN for which the step was
-skipped.
+A skipped step protects only the parameters and the optimizer's state. Its forward pass
+has run, and other values that the training step computed may contain the same NaN for
+which the step was skipped. `where_applied(state, new, old)` replaces them::
+
+    batch_stats = where_applied(state, new_batch_stats, batch_stats)
 """
 
 from typing import Any
@@ -24,29 +26,30 @@ from optax_lossscale._step.state import loss_scale_states_in
 
 
 def where_applied(state: Any, new: T, old: T) -> T:
-    """`new` if the last step was applied, else `old`.
+    """Returns `new` if the last step was applied, and `old` if it was skipped.
 
-    Use it for batch statistics, in which a NaN would stay forever, for an average of
-    the parameters, and for all other values that a skipped step should not change.
-    Skipping by itself protects only the parameters and the optimizer's state.
+    Use it for every value that a skipped step should not change: for batch statistics,
+    in which a NaN would stay forever, or for an average of the parameters. Skipping
+    itself protects only the parameters and the optimizer's state.
 
     Args:
-      state: the optimizer state after the step, with one `LossScaleState` in it; a
-        train state or an `nnx.Optimizer` that holds it.
-      new: any pytree that the step made; leaves that are not arrays are returned as
-        they are.
+      state: the optimizer state after the step, with one `LossScaleState` in it, or a
+        train state or `nnx.Optimizer` that holds it.
+      new: any pytree that the step computed. Leaves that are not arrays are returned
+        unchanged.
       old: the values before the step, a tree of the same structure, with arrays in the
         same places.
 
     Returns:
-      A tree of the structure and the dtypes of `old`, with the values of `new` or those
-      of `old`. An `nnx.State` is returned as one, with variables of its own.
+      A tree with the structure and the dtypes of `old`, and the values of `new` or
+      `old`. If it is an `nnx.State`, it has new variables.
 
     Raises:
       ValueError: if the state holds no `LossScaleState`, or several; if the trees
-        differ; or if both hold the same `nnx` variables, which have changed in place.
-      TypeError: if arrays differ in shape; or if `new` has floats where `old` has
-        integers, complex numbers where it has real ones, or integers that are wider.
+        differ; or if both trees hold the same `nnx` variables, which the step has
+        changed in place.
+      TypeError: if arrays differ in shape; or if `old` has integers where `new` has
+        floats or wider integers, or real numbers where `new` has complex ones.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -64,7 +67,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    # `nnx.state` hands out a module's own variables, which change in place.
+    # `nnx.state` returns the variables of the module itself, which change in place.
     if set(variable_ids(old)) & set(variable_ids(new)):
         raise ValueError(
             "old holds the same variables as new, which the step has changed in "
@@ -72,7 +75,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
             "nnx.BatchStat))"
         )
 
-    def chosen(path, old, new):
+    def select(path, old, new):
         if is_array_leaf(old) != is_array_leaf(new):
             raise ValueError(
                 "new and old must have arrays in the same places; got "
@@ -82,31 +85,31 @@ def where_applied(state: Any, new: T, old: T) -> T:
             return new
         old = strongly_typed(old)
         new = jnp.asarray(new)
-        _check_holds(old, new, path_name(path))
+        _check_fits(old, new, path_name(path))
         return lax.select(should_apply, strongly_typed(new, old.dtype), old)
 
     arrays = jax.tree.map_with_path(
-        chosen, without_variables(old), without_variables(new)
+        select, without_variables(old), without_variables(new)
     )
-    # The structure of `old` puts the arrays into new variables where it has variables.
+    # Where `old` has variables, unflattening puts the arrays into new variables.
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
 
 
-def _check_holds(old: jax.Array, new: jax.Array, name: str) -> None:
-    """Raises a `TypeError` unless `old`'s shape and dtype hold numbers such as `new`'s.
+def _check_fits(old: jax.Array, new: jax.Array, name: str) -> None:
+    """Raises a `TypeError` unless `new` fits the shape and dtype of `old`.
 
-    Floats hold integers, and complex numbers hold both, even if they round them. But
-    integers hold neither floats nor wider integers.
+    Any real number fits a float, and any number fits a complex one, even if it is
+    rounded. But neither floats nor wider integers fit an integer.
     """
     if new.shape != old.shape:
         raise TypeError(
             f"new has shape {new.shape} where old has shape {old.shape}, at {name}"
         )
     if is_inexact_leaf(old):
-        is_held = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
+        fits = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
     else:
-        is_held = jnp.result_type(old, new) == old.dtype
-    if not is_held:
+        fits = jnp.result_type(old, new) == old.dtype
+    if not fits:
         raise TypeError(
             f"new has {new.dtype} where old has {old.dtype}, at {name}, which does not "
             f"hold all of its numbers: let old begin with {new.dtype}"

@@ -1,7 +1,11 @@
-"""The optimizer wrapper, `with_loss_scale`, and the transformation that it returns.
+"""The optimizer wrapper `with_loss_scale`, and the transformation that it returns.
 
-Here are the arguments and their checks, and the methods that a user calls. The step
-itself is in `step.py`.
+This file is the interface: the arguments, their checks, and the methods that users
+call. Every method ends in `ScaledStep.step`, in `step.py`::
+
+    updates, state = tx.update(scaled_grads, state, params)
+    params, state = tx.apply_gradients(scaled_grads, state, params)
+    loss, params, state = tx.minimize(loss_fn, state, params, batch)
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +22,8 @@ from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
 from optax_lossscale._step.get import LossScaleLike, get
 from optax_lossscale._step.grad_dtype import GradDtype
-from optax_lossscale._step.gradient import (
-    check_keywords,
-    loss_of,
-    value_and_scaled_grad,
-)
+from optax_lossscale._step.gradient import value_and_scaled_grad
+from optax_lossscale._step.loss import check_keywords, loss_of
 from optax_lossscale._step.mask import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
@@ -44,13 +45,13 @@ class _Update(Protocol):
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optimizer that takes scaled gradients, made by `with_loss_scale`.
+    """An optimizer for scaled gradients, as `with_loss_scale` returns it.
 
-    A pair of `init` and `update`, like every Optax transformation, with two more
-    methods.
+    Like every Optax transformation, it is a pair of `init` and `update`. It has two
+    more methods.
 
     Attributes:
-      init: takes the parameters, and returns a `LossScaleState`.
+      init: `init(params)` returns a `LossScaleState`.
       update: `update(scaled_grads, state, params=None, *, value=None, **extra_args)`
         returns `(updates, state)`. The updates are zero if the step is skipped. `value`
         is the true loss.
@@ -70,36 +71,36 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """Takes one optimizer step, from scaled gradients to new parameters.
 
-        It does the same as `update` and `optax.apply_updates`, but inside the branch
-        that applies or skips the step. There, XLA can fuse all of it on CPU, so that
-        neither the unscaled gradients nor the updates need to be written to memory. An
-        `optax.chain` around the wrapper does not have this method: there, call `update`
-        and `optax.apply_updates`.
+        It does the same as `update` followed by `optax.apply_updates`, but inside the
+        branch that applies or skips the step. On CPU, XLA can then fuse all of it, and
+        writes neither the unscaled gradients nor the updates to memory. An
+        `optax.chain` around the wrapper does not have this method: call `update` and
+        `optax.apply_updates` instead.
 
         Args:
-          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a
+          scaled_grads: the gradients of the scaled loss, a tree like `params`. Where a
             gradient or a whole branch is `None`, the parameters and their slots in the
             inner state stay as they are.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (), also passed on to the inner transformation if
-            it takes a `value`. If the loss is not finite, the step is skipped, and the
-            loss scale stays as it was (unless `skip=None`).
+          value: the true loss, shape (). It is also passed on to the inner
+            transformation, if that accepts a `value`. If the loss is not finite, the
+            step is skipped, and the loss scale does not change (unless `skip=None`).
           **extra_args: passed on to the inner transformation.
 
         Returns:
-          `(params, state)`: after a skipped step, the parameters and the inner state
+          `(params, state)`. After a skipped step, the parameters and the inner state
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState` as a step returned it, a
-            gradient is not an array, `value` is not a real number of shape (), or
+          TypeError: if `state` is not a `LossScaleState` as a step returned it, if a
+            gradient is not an array, if `value` is not a real number of shape (), or if
             `update` was replaced.
           ValueError: if the gradients do not have the structure and shapes of the
-            parameters, or have integers where these have floats; if the state has
-            another configuration, is a stack of several, or holds the inner state of an
-            optimizer of 16-bit parameters; if `params` is None, or the mask does not
-            fit the gradients.
+            parameters, or are integers where the parameters are floats; if the state
+            has another configuration, is a stack of several states, or holds the inner
+            state of an optimizer of 16-bit parameters; if `params` is None, or if the
+            mask does not fit the gradients.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -127,34 +128,35 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, LossScaleState]:
-        """Computes the loss and its gradients and takes the step, in one call.
+        """Computes the loss and its gradients, and takes a step, in one call.
 
         It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
         `apply_gradients` with the loss as `value`. So if the loss is not finite, the
         step is skipped (unless `skip=None`).
 
         Args:
-          loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a
-            scalar. For matrix products in float16, pass `autocast(loss_fn)`.
+          loss_fn: is called as `loss_fn(params, *args, **kwargs)`, and returns the
+            loss, a scalar. For matrix products in float16, pass `autocast(loss_fn)`.
           state: the state that `init` or the last step returned.
           params: the parameters, a tree of arrays.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          grad_dtype: the dtype of the gradients, or of each, as in
+          grad_dtype: the dtype of all gradients, or of each one, as in
             `value_and_scaled_grad`.
-          extra_args: passed on to the inner transformation, beside the loss as `value`.
+          extra_args: passed on to the inner transformation, in addition to the loss as
+            `value`.
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The
-          loss is `loss_fn`'s own, unscaled; with `grad_dtype`, that of the parameters
-          as cast.
+          loss is what `loss_fn` returned, unscaled; with `grad_dtype`, what it returned
+          for the cast parameters.
 
         Raises:
           TypeError: if `loss_fn` is not a function, or has an argument `has_aux`,
-            `grad_dtype` or `extra_args` that it would not get.
-          TypeError: if `state` is not a `LossScaleState`, or if `extra_args` holds a
-            `value` beside the loss.
+            `grad_dtype` or `extra_args`, which it would not receive.
+          TypeError: if `state` is not a `LossScaleState`, or if `extra_args` contains a
+            `value`.
           TypeError, ValueError: as `value_and_scaled_grad` and `apply_gradients` do.
 
         Example:
@@ -190,7 +192,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
     """Raises a `TypeError` unless the arguments of `minimize` are in its order."""
-    # The state in an `nnx.Optimizer` is one of variables.
+    # An `nnx.Optimizer` holds a `LossScaleState` of variables instead of arrays.
     is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
     if callable(loss_fn) and is_state:
         return
@@ -215,72 +217,75 @@ def with_loss_scale(
     branch: Branch | None = None,
     skip: Skip | None = "nonfinite",
 ) -> LossScaledTransformation:
-    """Wraps an optimizer so that it takes the gradients of a scaled loss.
+    """Wraps an optimizer so that it accepts the gradients of a scaled loss.
 
-    Each step divides the gradients by the loss scale, checks that they are finite, lets
-    `inner` update the parameters or skips the step, and adapts the loss scale. `inner`
-    sees unscaled gradients in float32 or wider, and parameters and state likewise. So
-    put the whole optimizer inside: `with_loss_scale(optax.chain(clip, optimizer))`. In
-    a chain, a transformation before the wrapper sees scaled gradients; one that sums
-    them up, such as `optax.trace`, keeps the NaN of an overflow for good. A
-    transformation after the wrapper may move the parameters at a skipped step, as
-    weight decay and `optax.ema` do.
+    Each step divides the gradients by the loss scale and checks that they are finite.
+    It then runs `inner` to update the parameters, or skips the step, and adapts the
+    loss scale.
+
+    `inner` receives unscaled gradients, parameters and state in float32 or wider. Pass
+    it the whole optimizer: `with_loss_scale(optax.chain(clip, optimizer))`. In a chain
+    around the wrapper, a transformation before it would receive scaled gradients; if it
+    sums them, as `optax.trace` does, it keeps the NaN of an overflow for good. A
+    transformation after it may move the parameters even at a skipped step, as weight
+    decay and `optax.ema` do.
 
     *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
-    applied. With `"select"`, it runs at every step, and sees zeros in place of NaN and
-    infinities, unless `skip=None` (and never in gradients that `mask` excludes). So use
-    `"cond"` if `inner` has side effects, such as a callback, or is expensive, such as
-    an `eigh`.
+    applied. With `"select"`, it runs at every step. It then receives zeros in place of
+    NaN and infinities, unless `skip=None` (and except in gradients that `mask`
+    excludes). So use `"cond"` if `inner` has side effects, such as a callback, or if it
+    is expensive, such as an `eigh`.
 
-    *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
-    not finite, and a skip rule uses their largest norm and mean loss. If replicas
-    decide independently, a collective inside `inner` deadlocks under `branch="cond"`.
-    Reduce the gradients with `pmean` yourself. Under `shard_map`, JAX already sums the
-    gradients of replicated parameters, so there take the mean of the loss instead,
-    `pmean(loss_fn(…), axis_name)`. But with `check_vma=False`, nothing is summed:
-    reduce the gradients, as under `pmap`.
+    *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one of
+    them are not finite. A skip rule uses their largest norm and their mean loss. If
+    replicas decided independently, a collective inside `inner` would deadlock under
+    `branch="cond"`. The wrapper does not reduce the gradients: use `pmean`. Under
+    `shard_map`, JAX already sums the gradients of replicated parameters, so take the
+    mean of the loss instead, `pmean(loss_fn(…), axis_name)`. But with
+    `check_vma=False`, nothing is summed: reduce the gradients, as under `pmap`.
 
     Args:
-      inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner,
-        k)`.
-      loss_scale: anything that `get` accepts. Pass `None` for no loss scale, as in
-        bfloat16 and float32: then the wrapper only skips bad steps.
+      inner: any Optax transformation. To accumulate gradients, pass
+        `optax.MultiSteps(inner, k)`.
+      loss_scale: anything that `get` accepts. Pass `None` for no loss scale, for
+        bfloat16 and float32: the wrapper then only skips bad steps.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
-        decide together. Under `jit` alone, name no axis.
+        decide together. Under `jit` alone, leave it out.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
-        a function that returns one for them. Gradients marked False are neither unscaled
-        nor checked. That is for leaves that are not gradients but new values of their
-        parameters, such as Flax's float8 scales: `mask={"params": True,
+        a function from the gradients to such a tree. Gradients marked False are neither
+        unscaled nor checked. Exclude leaves that are not gradients but new values of
+        their parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
-      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
-        in each kernel that computes a result; or None, by the one that avoids copies on
-        the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. Outside
-        `jit`, `"cond"` and None branch in Python.
+      branch: how a step is skipped. `"cond"` uses a `lax.cond`, and `"select"` a select
+        in each kernel that computes a result. None chooses the one that avoids copies
+        on the platform: `"cond"` on CPU, `"select"` on GPU and TPU. Outside `jit`,
+        `"cond"` and None branch in Python.
       skip: which steps to skip:
 
-        - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not, if
-          it is passed to the step as `value`; whatever the loss scale is.
-        - A rule from `skips`: the same steps, and finite ones that the rule takes for
-          spikes. The rule sees the global norm of the unscaled gradients that `mask`
-          keeps, and the loss, passed as `value` or, as in MaxText and Levanter, as
-          `loss`. (Without a rule, `loss` is not looked at.) A spike leaves the loss
-          scale as it was, as if there had been no step. A step whose norm is 2**64 or
-          more, infinite in float32, is skipped in the same way, but does not count as
-          skipped by the rule.
+        - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not
+          finite, if it is passed to the step as `value`. This does not depend on the
+          loss scale.
+        - A rule from `skips`: the same steps, and finite steps that the rule judges to
+          be spikes. The rule receives the global norm of the unscaled gradients that
+          `mask` keeps, and the loss, passed as `value` or, as in MaxText and Levanter,
+          as `loss`. (Without a rule, `loss` is ignored.) A spike does not change the
+          loss scale, as if there had been no step. A step whose norm is 2**64 or more,
+          infinite in float32, is skipped in the same way, but does not count as skipped
+          by the rule.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
-          loss is not looked at, and with a fixed loss scale or none *nothing is
-          checked*: an overflow writes NaN into the parameters.
+          loss is ignored, and with a fixed loss scale or none *nothing is checked*: an
+          overflow writes NaN into the parameters.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with the further methods
+      An `optax.GradientTransformationExtraArgs` that also has the methods
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
       TypeError: if `inner` is not a transformation; in `init`, if a parameter is not an
         array.
-      ValueError: for a `loss_scale`, `mask`, `branch` or `skip` that is not allowed; in
-        `init`, if a part of `inner` is already wrapped, or if something comes after
-        `with_master_weights`.
+      ValueError: if `loss_scale`, `mask`, `branch` or `skip` is not allowed; in `init`,
+        if a part of `inner` is already wrapped, or if another transformation comes
+        after `with_master_weights`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

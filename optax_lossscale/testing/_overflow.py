@@ -11,7 +11,7 @@ or an empty string if there is no fault.
 from collections.abc import Callable, Collection
 from typing import Any
 
-from optax_lossscale._step.gradient import check_keywords
+from optax_lossscale._step.loss import check_keywords
 from optax_lossscale.testing._carry import find_carry, within
 from optax_lossscale.testing._experiment import Experiment
 from optax_lossscale.testing._numbers import is_finite

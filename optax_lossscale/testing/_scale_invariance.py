@@ -25,7 +25,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales.fixed import FixedLossScale
-from optax_lossscale._step.gradient import check_keywords
+from optax_lossscale._step.loss import check_keywords
 from optax_lossscale.testing._carry import find_carry, within
 from optax_lossscale.testing._dependence import powers_followed, unexplained_changes
 from optax_lossscale.testing._experiment import Experiment, log2_of

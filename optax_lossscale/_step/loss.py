@@ -1,0 +1,86 @@
+"""Checks of a loss function, and of the loss that it returns.
+
+A loss function returns the loss, a real scalar, or with `has_aux=True` a pair
+`(loss, aux)`. These functions report the usual mistakes in such terms, before JAX
+reports them in its own: a loss that is still an array, a pair without `has_aux`, or a
+keyword that both the loss function and its caller claim.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._arrays.messages import shown, warn
+from optax_lossscale._arrays.validation import is_real
+from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.loss_scale import LossScale
+
+_INFINITE_IN_FLOAT16 = 65520  # from here on, numbers round to infinity, not to 65504
+
+
+def loss_of(returned: Any, has_aux: bool) -> Any:
+    """Returns the loss, given what a loss function returned: `loss` or `(loss, aux)`."""
+    if not has_aux:
+        return returned
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            "with has_aux=True the function must return a pair (loss, aux), got a "
+            f"{type(returned).__name__}"
+        )
+    return returned[0]
+
+
+def check_scalar(name: str, x: Any) -> None:
+    """Raises a `TypeError` unless `x` is a real number of shape ()."""
+    if not is_real(x):
+        raise TypeError(
+            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or "
+            "of several losses in a dict, pass the loss alone; if a function returns "
+            "the pair, set has_aux=True"
+        )
+    shape = np.shape(x)
+    if shape:
+        raise TypeError(
+            f"{name} must be a scalar, got shape {shape}; reduce it, say by jnp.mean"
+        )
+
+
+def warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
+    """Warns if the loss is float16, and the loss scale may be infinite in float16."""
+    highest = getattr(loss_scale, "max_scale", None)
+    if isinstance(loss_scale, FixedLossScale):
+        highest = loss_scale.initial_scale
+    is_low = highest is not None and highest < _INFINITE_IN_FLOAT16
+    if getattr(loss, "dtype", None) == jnp.float16 and not is_low:
+        warn(
+            "the loss is float16, where a loss scale is infinite from "
+            f"{_INFINITE_IN_FLOAT16} on. Compute the loss in float32: "
+            "jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
+        )
+
+
+def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
+    """Raises if one of our keywords is also the name of a parameter of `fun`.
+
+    For example, `minimize(loss_fn, …, has_aux=True)` never passes `has_aux` to
+    `loss_fn`. If `loss_fn` has a parameter of that name, the caller may have meant it,
+    but it would silently keep its default. There is no doubt, and no error, if the
+    parameter has a value from `args`, the positional arguments that `fun` will be
+    called with, or from a `functools.partial`.
+    """
+    try:
+        signature = inspect.signature(fun)
+        bound = {*signature.bind_partial(*args).arguments}
+    except (TypeError, ValueError):  # no signature, or args do not fit: the call fails
+        return
+    bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
+    for name in ours:
+        if name in signature.parameters and name not in bound:
+            raise TypeError(
+                f"{name} is an argument of this call, and one of the function's own, "
+                "which would not get it: bind the latter, as in "
+                f"functools.partial(function, {name}=…)"
+            )

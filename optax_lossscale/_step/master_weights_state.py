@@ -1,0 +1,119 @@
+"""The state of `with_master_weights`, which stores the remainders of 16-bit parameters.
+
+A *remainder* is stored beside a 16-bit parameter to recover the float32 number that is
+trained (`master_weights.py`). The field `MasterWeightsState.master_weights` is named
+after the float32 numbers, but it stores their remainders.
+
+`with_loss_scale` passes the inner optimizer all parameters in float32. A
+`with_master_weights` inside it therefore cannot tell which of them have 16 bits. So the
+`init` of `with_loss_scale` adds their remainders to the state (`with_remainders`). From
+then on, a parameter has 16 bits if the state stores a remainder for it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from optax_lossscale._arrays.messages import shown
+from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
+from optax_lossscale._arrays.rounding import join, split
+from optax_lossscale._arrays.variables import find_nodes
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `with_master_weights`.
+
+    Attributes:
+      master_weights: the remainders, a tree like the parameters. A remainder is stored
+        beside a 16-bit parameter to recover the float32 number that is trained. For a
+        bfloat16 parameter, it is the 16 further bits of that number, a uint16 array.
+        For a float16 parameter, it is the float32 number itself. For every other
+        parameter, it is `optax.MaskedNode()`. To get the float32 numbers, call
+        `weights`.
+      inner_state: the state of the wrapped optimizer, for parameters in float32 or
+        wider.
+    """
+
+    master_weights: Any
+    inner_state: Any
+
+    def weights(self, params: Any) -> Any:
+        """Returns the float32 numbers that are trained, for evaluation and export.
+
+        Args:
+          params: the parameters that belong to this state.
+
+        Returns:
+          A tree like `params`, with the float32 numbers in place of 16-bit parameters.
+          If a parameter was changed after the last step, its new value counts: exactly
+          for float16; for bfloat16 to within half of its last place, because the old
+          further bits are added to it.
+        """
+
+        def weight(param, remainder):
+            is_wide = isinstance(remainder, optax.MaskedNode)
+            return param if is_wide else join(param, remainder)
+
+        return jax.tree.map(weight, params, self.master_weights)
+
+
+def is_master_weights_state(x: Any) -> bool:
+    """Whether `x` is a `MasterWeightsState`; a predicate for `find_nodes`."""
+    return isinstance(x, MasterWeightsState)
+
+
+def initial_remainder(param: Any) -> Any:
+    """Returns a parameter's first remainder; `optax.MaskedNode()` if it is wide."""
+    if not is_narrow_leaf(param):
+        return optax.MaskedNode()
+    _, remainder = split(at_least_float32(param), dtype_of(param))
+    return remainder
+
+
+def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
+    """Adds the remainders of 16-bit parameters to an inner state.
+
+    The inner optimizer's `init` made `state` for the parameters in float32, which have
+    no remainders. So `init` is called again, for `params` in their own dtypes, and each
+    `MasterWeightsState` is replaced by the new one. If there is none, the state is
+    returned unchanged.
+    """
+    if not find_nodes(is_master_weights_state, state):
+        return state
+
+    def own_or_float32(for_params, for_float32):
+        return for_params if is_master_weights_state(for_params) else for_float32
+
+    return jax.tree.map(
+        own_or_float32, init(params), state, is_leaf=is_master_weights_state
+    )
+
+
+def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
+    """Raises unless `state` has the same kinds of remainders as `init(params)`."""
+    master_states = find_nodes(is_master_weights_state, state)
+    if not master_states:
+        return
+    kept = _describe_remainders(master_states)
+    initial_state = jax.eval_shape(init, params)
+    needed = _describe_remainders(find_nodes(is_master_weights_state, initial_state))
+    if kept != needed:
+        raise ValueError(
+            "the state of with_master_weights was made for other parameters: it keeps "
+            f"{shown(kept)}, but these need {shown(needed)}. Make a new state: "
+            "tx.init(params)"
+        )
+
+
+def _describe_remainders(states: list[MasterWeightsState]) -> list[str]:
+    """Describes each remainder by dtype, shape and path: `uint16[8, 4] at dense/w`."""
+    remainders = [state.master_weights for state in states]
+    descriptions = []
+    for path, x in jax.tree.leaves_with_path(remainders):
+        name = path_name(path[1:])
+        descriptions.append(f"{dtype_of(x)}{list(np.shape(x))} at {name}")
+    return descriptions
