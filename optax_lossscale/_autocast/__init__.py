@@ -16,7 +16,7 @@ recomputes `exp` from the result of the product.
 Outside of products, two kinds of operations stay in 16 bits: those that only move the
 numbers of a product's result, and the sums of a *stream* (see below).
 
-Three passes make the plan. Each is a pure function in a file of its own:
+Three passes make the plan. Each is a pure function in its own file:
 
 1. `classify` walks the program forward. It decides which values 16 bits can hold, from
    how each value is computed. It uses `normalized` to recognize a value minus its mean,

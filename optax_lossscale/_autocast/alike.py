@@ -2,8 +2,8 @@
 
 The layers of a model often contain the same island, and JAX is slow to trace the
 derivatives of `jax.checkpoint`. Each layer has its own variables, so a key refers to a
-value by its position in the island: with `h` read by the island, the key of
-`exp(h) * 2` says that `exp` reads value 0, and that `mul` reads value 1 and 2.0.
+value by its position in the island. If an island reads `h` and computes `exp(h) * 2`,
+its key records that `exp` reads value 0, and that `mul` reads value 1 and the literal.
 """
 
 from collections.abc import Hashable

@@ -89,21 +89,24 @@ def as_program(
         with AUTOCAST_DTYPE(low):
             trace = jax.make_jaxpr(fun_of_arrays, return_shape=True)
             program, shapes = trace(*wide_args, **wide_kwargs)
-
-        def result(program_results):
-            treedef = jax.tree.structure(shapes)
-            rebuilds = jax.tree.unflatten(treedef, program_results)
-            trees = [rebuild() for rebuild in rebuilds]
-            _, results = nnx.merge(trees, inside=False)
-            return results
-
-        is_parameter = _are_parameters(inputs, parameters)
         yield Call(
             program=program,
             arrays=arrays,
-            is_parameter=is_parameter,
-            result=result,
+            is_parameter=_are_parameters(inputs, parameters),
+            result=functools.partial(_result, shapes),
         )
+
+
+def _result(shapes: Any, program_results: Iterable[Any]) -> Any:
+    """Converts results of the program to what the call returns: see `Call.result`.
+
+    `shapes` has the tree structure of what `fun_of_arrays` returns.
+    """
+    treedef = jax.tree.structure(shapes)
+    rebuilds = jax.tree.unflatten(treedef, program_results)
+    trees = [rebuild() for rebuild in rebuilds]
+    _, results = nnx.merge(trees, inside=False)
+    return results
 
 
 def _as_traced(x: Any, low: np.dtype | None) -> Any:
@@ -150,7 +153,7 @@ def _are_parameters(
     """Whether each array in the arguments is a parameter.
 
     An array in a Flax NNX variable is a parameter if the variable is an `nnx.Param`.
-    Any other array is one if `positions` contains the position of its argument.
+    Any other array is a parameter if `positions` contains its argument's position.
     """
     args, kwargs = inputs
     flags = []

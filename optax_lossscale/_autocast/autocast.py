@@ -31,7 +31,7 @@ class Autocasted(Protocol):
     """The type of what `autocast` returns: a function with an attribute `plan`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function with its products narrowed."""
+        """Calls the function with its products in 16 bits."""
         ...
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -65,7 +65,7 @@ def autocast(
     in float32, and round their result for the second product. So exponentials,
     logarithms, powers, reductions, norms, losses and quotients have the range and the
     digits of float32, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A
-    product too large for `dtype` still overflows, so the loss scale sees it.
+    product too large for `dtype` still overflows, which the loss scale detects.
 
     Two other kinds of operations run in 16 bits. First, sums that are carried from
     product to product, such as the residual stream of a transformer, are added and
@@ -81,12 +81,13 @@ def autocast(
     jaxpr shows, such as the inside of a Pallas kernel. `dtype_report` tells which
     products run in which dtype.
 
-    `autocast` narrows products inside of `jit`, `scan`, `cond`, `jax.checkpoint`,
-    `shard_map`, `custom_vjp` and `custom_jvp`. The rule of a `custom_jvp` is left
-    unchanged if its function has no product. A `while_loop` is looked into only if its
-    condition depends on integers alone, and is one flag instead of one for each example
-    of a `vmap`. `autocast` works for training, evaluation and derivatives of any order.
-    Call it under `jit`: otherwise every call traces and plans the function again.
+    `autocast` also runs the products inside of `jit`, `scan`, `cond`, `jax.checkpoint`,
+    `shard_map`, `custom_vjp` and `custom_jvp` in 16 bits. It leaves the rule of a
+    `custom_jvp` unchanged if the function has no product. It changes a `while_loop`
+    only if the loop's condition depends on integers alone, and is one flag instead of
+    one for each example of a `vmap`. `autocast` works for training, evaluation and
+    derivatives of any order. Call it under `jit`: otherwise every call traces and plans
+    the function again.
 
     Args:
       fun: a function that JAX can trace. Its arguments may be arrays, trees and modules
@@ -102,8 +103,8 @@ def autocast(
         ordinary magnitude. A recurrent state, or weights that inner steps update, would
         lose digits in 16 bits; a mask of -1e9 or statistics of 1e5 would become
         infinite. In Flax NNX, the parameters are the `nnx.Param`s among the arguments
-        and no other variables, whatever `argnums` says. In other modules, every array
-        counts as a parameter.
+        and no other variables, whatever `argnums` says. In any other module that
+        `argnums` lists, every array counts as a parameter.
 
     Returns:
       A function of the same arguments. It treats an argument in `dtype` as float32: its
@@ -114,8 +115,8 @@ def autocast(
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
-        called, if `argnums` count beyond the arguments. Arguments passed by keyword
-        count here, though they are never treated as parameters.
+        the result is called, if a number in `argnums` is out of range. Arguments passed
+        by keyword count for the range, but are never treated as parameters.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     the operations that need float32. Here all operations between two products run in
@@ -185,7 +186,7 @@ def _parameters(
     n_positional: int,
     n_keyword: int,
 ) -> set[int]:
-    """Returns the positions of the arguments that hold parameters, all of them >= 0.
+    """Returns the positions of the arguments that hold parameters, none of them < 0.
 
     `argnums` is what the user passed, for the error message; `positions` holds the same
     numbers as a sequence.
@@ -198,8 +199,7 @@ def _parameters(
                 "position, or argnums=() if there are none"
             )
     # A number may refer to a keyword argument, which holds no parameters.
-    nonnegative = range(n_positional)
-    return {nonnegative[n] for n in positions if n < n_positional}
+    return {n % n_positional for n in positions if n < n_positional}
 
 
 def _kinds(call: Call) -> list[Kind]:

@@ -1,9 +1,9 @@
 """`cast_inputs`: calls a kernel that needs 16 bits from a model in float32.
 
 While `autocast` traces a model, `AUTOCAST_DTYPE` holds the dtype of its products. A
-function in `cast_inputs` reads it each time that it is called: with float16 it casts
-its float32 arguments to float16 and its float16 results back to float32; with None,
-outside of `autocast`, it casts nothing.
+function wrapped by `cast_inputs` reads this dtype at each call. If it is float16, the
+function casts its float32 arguments to float16, and its float16 results back to
+float32. If it is None, outside of `autocast`, the function casts nothing.
 """
 
 import functools

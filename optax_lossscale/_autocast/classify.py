@@ -58,7 +58,7 @@ class Kind(enum.IntEnum):
     """
 
     NUMBER = enum.auto()
-    """A literal that is 0 or of a size from 1/256 to 4, a mask, or made from these."""
+    """A literal that is 0 or of a size from 1/256 to 4, a mask, or computed from these."""
     PARAMETER = enum.auto()
     """A parameter, or a value computed from parameters and NUMBERs."""
     LARGE = enum.auto()
@@ -83,7 +83,7 @@ class Kind(enum.IntEnum):
 
 
 Kinds = Sequence[Kind]
-"""The kinds of several values, in order; a tuple where a cached function takes them."""
+"""The kinds of several values, in order. Cached functions need them as a tuple."""
 
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # factors that keep a range
 # A literal of a size within these bounds about keeps the range of the value that it
@@ -128,7 +128,7 @@ def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
-    """The kind of a value that is one of several values of these kinds."""
+    """The kind of a value that may be any of several values, given their kinds."""
     distinct = set(kinds)
     latest = max(distinct)
     # A PRODUCT is always stored in 16 bits. If the value may also be a parameter, that

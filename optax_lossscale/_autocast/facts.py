@@ -19,7 +19,7 @@ from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
 
 
 class Casting(NamedTuple):
-    """The options of a rewrite."""
+    """The options for rewriting a program."""
 
     low: np.dtype  # the dtype of narrowed products
     # Whether the backward pass recomputes islands. Not inside of the user's own
@@ -70,14 +70,20 @@ def facts_of(
     for v, kind in kinds.items():
         dtypes[v] = stored_dtype(v, kind, use_of[v], casting.low)
     dtypes.update(zip(program.ins, in_dtypes, strict=True))
-    return Facts(program, kinds, dtypes, use_of, casting)
+    return Facts(
+        program=program,
+        kinds=kinds,
+        dtypes=dtypes,
+        uses=use_of,
+        casting=casting,
+    )
 
 
 def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     """The dtype in which to store a value of this kind and use, if it is stored.
 
-    A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if it is live across one
-    product and feeds another. Any other value has the dtype in which it was traced;
+    A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if it feeds a product
+    and is live across one. Any other value has the dtype in which it was traced;
     `store` may still round it, if only products read it. The rule depends on the use,
     and not on the program that holds the reader: a `scan` or `cond` around the reader
     does not change the dtype.

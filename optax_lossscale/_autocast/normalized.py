@@ -5,9 +5,9 @@ size 1, so 16 bits can hold either. But this is true only of a value's own mean 
 norm. Divided by the norm of another value, or by a mean, which may be 0, a value may
 have any size.
 
-So each intermediate result gets a *role*: what it is, and of which source value. In
-`x * rsqrt(sum(x * x) / 8 + 1e-6)`, the results are all computed from `x`. In order,
-their roles are:
+So each intermediate result gets a *role*, which tells how it was computed from its
+source value. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`.
+In order, their roles are:
 
     x * x            "squares"
     sum(_)           "power"
@@ -37,7 +37,7 @@ from optax_lossscale._programs.work import terms_of
 
 
 class Role(NamedTuple):
-    """What a result is in the normalization of its source value."""
+    """The part that a result plays in the normalization of its source value."""
 
     source: Any  # a variable; None for a number computed from literals alone
     name: str  # a value of `_RULES`, or "number" if computed from literals alone

@@ -1,8 +1,9 @@
 """An outer product as a multiplication.
 
-A `dot_general` that sums nothing stays in float32. Its derivatives are matrix products
-that do sum, and they would stay in float32 as well. Written as a multiplication, its
-derivatives are multiplications and sums, which a compiler fuses.
+`jnp.einsum("i,j->ij", x, y)` is a `dot_general` that sums nothing, and runs in float32.
+Its derivatives are matrix products that do sum, and they would run in float32 as well.
+If it is computed as `x[:, None] * y[None, :]` instead, its derivatives are
+multiplications and sums, which a compiler fuses.
 """
 
 import jax

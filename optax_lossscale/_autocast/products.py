@@ -6,8 +6,8 @@ for HIGHEST precision nor for an algorithm.
 An equation that holds programs, such as a `scan`, *may be rewritten* if other programs
 can take the place of those that it holds, and if nothing forbids it. Rewriting is
 forbidden in a `while` that waits for a number to converge, for example. The equation
-*is rewritten* if, in addition, its programs contain something to change, or if it has a
-rule that may.
+*is rewritten* if, in addition, its programs contain something to change. A `custom_vjp`
+has a rule that is not traced yet and may contain something to change, so it counts.
 
 If `autocast` narrows nothing, it warns with the reasons from `reasons_left`.
 """
@@ -150,7 +150,9 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str]:
         if {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
         if asks_for_highest(eqn):
-            return [_AT_DEFAULT] if eqn.params["precision"] == usual else []
+            if eqn.params["precision"] == usual:
+                return [_AT_DEFAULT]
+            return []
         others = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
         return [f"a product with {dtype} ({_CAST})" for dtype in others]
     inside = []

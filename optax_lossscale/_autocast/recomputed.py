@@ -2,7 +2,7 @@
 
 The backward pass recomputes an island from the values that it reads. Two sorts of
 islands are not recomputed: those that only move numbers, and those in an associative
-scan, which `pad` between the numbers of an array.
+scan, which are recognized by a `pad` between the numbers of an array.
 
 In a recomputed island, some reductions are kept as residuals too: those that reduce a
 large array to a few numbers, and would need another pass over that array. An example
@@ -74,7 +74,7 @@ def _pads_between(eqn: JaxprEqn) -> bool:
 
 
 def _needs_a_pass(eqn: JaxprEqn, largest: int) -> bool:
-    """Whether an equation is a reduction that needs a pass over memory for itself.
+    """Whether an equation is a reduction that needs a separate pass over memory.
 
     `largest` is the size of the largest array that its region stores.
     """

@@ -57,7 +57,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """An island or a part of one, or a step that runs by itself, such as a product."""
+    """An island, a part of an island, or a single step such as a product."""
 
     steps: Sequence[Step]
     # The values from outside, with the dtypes in which the region needs them. If a

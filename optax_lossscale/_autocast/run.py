@@ -37,7 +37,7 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, name_of
 
-# Keeps the reductions to which `_run_region` gives this name
+# Keeps the results that `_run_region` names: those of `Region.kept_reductions`
 _SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(SCOPE)
 
 # How to run a step with a custom derivative; `enter` would lose the rule
@@ -53,9 +53,9 @@ class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
     JAX traces and differentiates a function once, and caches the result by the identity
-    of the function. To profit from that, a runner makes one function for each inner
-    program, however often the program is called, and one for all islands in which the
-    same lines compute the same.
+    of the function. To profit from that, a runner makes one function for each plan of an
+    inner program, however many steps share the plan, and one for all islands in which
+    the same lines compute the same.
     """
 
     def __init__(self):
@@ -190,8 +190,10 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
     """Computes a product in 16 bits, from operands that are in 16 bits already."""
-    types = {"precision": None, "preferred_element_type": dtype_in(operands[0])}
-    narrowed = eqn.replace(params=eqn.params | types)
+    params = dict(eqn.params)
+    params["precision"] = None
+    params["preferred_element_type"] = dtype_in(operands[0])
+    narrowed = eqn.replace(params=params)
     return bind(narrowed, operands)
 
 

@@ -7,7 +7,7 @@ that computes it. It builds the regions on the way:
   product needs 16 bits, and an island needs the dtype that `facts` has for the value.
 - An island may repeat a cheap step instead of reading its results, if the results take
   at least as many bytes as the values that the step reads.
-- An equation becomes no region if it has no effects and no region reads its results.
+- An equation gets no region if it has no effects and nothing reads its results.
 
 Most islands are recomputed in the backward pass. Their residuals are then the values
 that they read, and not the float32 arrays that they compute.

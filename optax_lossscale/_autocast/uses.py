@@ -7,11 +7,11 @@ both are true of `x`: it feeds the product, and the sum reads it after the produ
 it has to be stored until then. Neither is true of the result of `x @ w`, if no later
 product depends on `y`.
 
-To compare a read with the products before it, the pass gives each value a *depth*: the
-number of narrowed products, and of equations that are rewritten because they hold some,
-in the longest chain that leads to the value. An equation reads an operand across a
-product if its result is deeper than that operand. Products are an exception, and so are
-equations that hold programs: there, the reads in the programs count.
+To find the reads across a product, the pass gives each value a *depth*: the number of
+narrowed products and rewritten equations in the longest chain that leads to the value.
+An equation reads an operand across a product if its result is deeper than that operand.
+This does not apply to products, nor to equations that hold programs: for those, the
+reads inside of the programs count.
 """
 
 import enum
@@ -83,7 +83,7 @@ def _use_of_operand(
     depth: Mapping[Var, int],
     later_uses: Mapping[Var, Use],
 ) -> Use:
-    """How an equation that is neither a product nor may be rewritten uses an operand.
+    """How an equation uses an operand, if it is not narrowed and cannot be rewritten.
 
     Args:
       eqn: the equation.
