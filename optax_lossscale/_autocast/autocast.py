@@ -35,7 +35,7 @@ class Autocasted(Protocol):
         ...
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """Returns the plan of a call. Print it to see the dtype of every value."""
+        """Returns the plan of a call. Print it to see what runs in which dtype."""
         ...
 
 

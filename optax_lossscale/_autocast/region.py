@@ -84,16 +84,16 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
         operand_dtypes = _operand_dtypes(eqn, low, eqn in rounding)
         steps.append(Step(eqn, operand_dtypes))
     reads = _reads(facts, steps, stores)
-    if not facts.casting.recomputes or not is_worth_recomputing(eqns):
-        return Region(steps, reads, stores)
-    kept: frozenset[Var] = frozenset()
-    if facts.casting.keeps_reductions:
+    casting = facts.casting
+    is_recomputed = casting.recomputes and is_worth_recomputing(eqns)
+    kept = frozenset()
+    if is_recomputed and casting.keeps_reductions:
         kept = kept_reductions(eqns, stores)
     return Region(
         steps=steps,
         reads=reads,
         stores=stores,
-        is_recomputed=True,
+        is_recomputed=is_recomputed,
         kept_reductions=kept,
     )
 

@@ -75,7 +75,8 @@ class _Runner:
             values.update(zip(region.stores, stored, strict=True))
         results = []
         for v in program.outs:
-            results.append(v.val if isinstance(v, Literal) else values[v])
+            result = v.val if isinstance(v, Literal) else values[v]
+            results.append(result)
         return astypes(results, plan.out_dtypes)
 
     def _region_function(self, region: Region, casting: Casting) -> Function:

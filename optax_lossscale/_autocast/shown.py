@@ -33,7 +33,7 @@ Names = Mapping[Var, str]
 
 
 def shown(plan: "Plan") -> str:
-    """Returns a plan as text. A plan that several steps share is shown only once."""
+    """Returns a plan as text. A plan shared by several steps is shown at the first."""
     return "\n".join(_lines(plan, set()))
 
 

@@ -85,11 +85,8 @@ def _use_of_operand(
 ) -> Use:
     """How an equation uses an operand, if it is not narrowed and cannot be rewritten.
 
-    Args:
-      eqn: the equation.
-      operand: the operand.
-      depth: the depth of each value.
-      later_uses: how each value is used after the equation.
+    `depth` has the depth of each value, and `later_uses` the uses of each value after
+    the equation.
     """
     may_be_repeated = is_cheap(eqn) or traits(eqn) & RUNS_AS_STORED
     use = NEITHER
@@ -124,14 +121,10 @@ def depths(program: Flat) -> Mapping[Var, int]:
 def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
     """The uses of the results of the programs in an equation.
 
-    They are the uses of the equation's own results, except for the carry of a loop. The
+    They are the uses of the equation's own `results`, except for a loop's carry. The
     next round uses the carry as well, but that counts only if a product depends on the
     carry after the loop. If none does, each round reads the carry in 16 bits but
     returns it in float32, so that the last round's result is not rounded.
-
-    Args:
-      eqn: the equation.
-      results: the uses of its results.
     """
     inner = list(results)
     earlier = []
@@ -147,11 +140,8 @@ def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
 def uses_inside(eqn: JaxprEqn, inner_results: Uses) -> list[Use]:
     """How the programs in an equation use the equation's operands.
 
-    The condition of a `while` is not counted, because it depends on integers alone.
-
-    Args:
-      eqn: the equation.
-      inner_results: the uses of its programs' results, by `results_inside`.
+    `inner_results` has the uses of the programs' results, by `results_inside`. The
+    condition of a `while` is not counted, because it depends on integers alone.
     """
     operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):
