@@ -109,7 +109,7 @@ def _is_changed(program: Any) -> bool:
 
 
 def usual_precision() -> Any:
-    """The precision that the defaults around this call give a product."""
+    """The default precision, around this call, of a product that asks for none."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
     return eqn.params["precision"]
