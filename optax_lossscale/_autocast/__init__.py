@@ -1,53 +1,65 @@
 """Runs any function with its matrix products in 16 bits, and most else in float32.
 
-`autocast` traces the function in float32, makes a plan for the traced program, and runs
-the plan. For `jnp.sum(jnp.exp(x @ w))` the plan has two regions: the product, which
-takes and gives 16 bits, and an island, which reads that result, computes `exp` and the
-sum in float32, and stores the sum in float32. Whatever a later product reads is rounded
-to 16 bits first. The backward pass recomputes `exp` from the result of the product.
+`autocast` traces the function in float32, plans how to run the traced program, and runs
+it by that plan. The plan is a list of *regions*. For `jnp.sum(jnp.exp(x @ w))` there
+are two:
 
-What stays in 16 bits past a product is what only moves its numbers, and the *stream*.
+- The product reads `x` and `w` in 16 bits, and stores its result in 16 bits.
+- An *island* reads this result, computes `exp` and the sum in float32, and stores the
+  sum in float32.
 
-The plan is made by pure functions, each in a file of its own:
+An island is made of the cheap operations between two products, or after the last one.
+It computes in float32 as one unit, and rounds the values that the next product reads to
+16 bits. The backward pass recomputes the island from the values that it reads: here it
+recomputes `exp` from the result of the product.
 
-1. `classify` goes forward, and says which values 16 bits can hold, by how the values
-   are computed. It calls `normalized`, which finds values minus their mean, or over
-   their norm.
-2. `uses` goes backward, and says which values products depend on, and which are read
-   again past a product. `facts` calls both passes; from their results follows the dtype
-   in which each value is stored, if it is.
-3. `store` calls `partition`, which divides the equations into islands and others, and
-   goes backward. It says what each island stores, and which cheap equations islands
-   repeat. It makes the regions by `region`, which says what each step casts and what
-   each region reads, and by `recomputed`, which says which regions the backward pass
-   recomputes.
+Outside of products, two kinds of operations stay in 16 bits: those that only move the
+numbers of a product's result, and the sums of a *stream* (see below).
 
-`plan` calls `facts` and `store` for the program, and for each program in a loop, a
-branch and so on. Each pass replaces the short calls of a program by their equations
-first, with `flat`. The body of a loop is classified until the kinds of its carry no
-longer change. `run` runs the plan: `enter` replaces the programs in an equation, and
-`derivatives` those with a custom rule.
+Three passes make the plan. Each is a pure function in its own file:
 
-Around the plan, `arrays` makes a program of a call, with `nnx` for the objects of Flax
-NNX. `products` says which products are narrowed. `alike` finds islands that one trace
-serves, `outer` computes outer products, and `shown` prints plans. `autocast` and
-`cast_inputs` are public.
+1. `classify` walks the program forward. It decides which values 16 bits can hold, from
+   how each value is computed. It uses `normalized` to recognize a value minus its mean,
+   or divided by its norm.
+2. `uses` walks the program backward. It finds the values that a later product depends
+   on, and those that are *live across* a product, which means that they are read after
+   it. `facts` combines both passes into the dtype in which each value is stored, if it
+   is stored at all.
+3. `store` walks backward over the parts into which `partition` divides the program:
+   islands, and equations between them. It decides what each island stores, and which
+   cheap equations an island repeats. `region` then builds each region. It decides what
+   a region reads and what each of its steps casts, and asks `recomputed` whether the
+   backward pass recomputes the region.
 
-The words that these files share:
+`plan` applies `facts` and `store` to the program, and to each program inside of it,
+such as the body of a loop or a branch. Every pass reads a program through `flat`, which
+inlines short calls. The body of a loop is classified again and again, until the kinds
+of its carry no longer change. `run` executes the plan. It uses `enter` to run an
+equation such as a `scan` with other programs inside, and `derivatives` to run a
+function with a custom derivative.
+
+The other files surround the plan. `arrays` turns a call into a program, with the help
+of `nnx` for Flax NNX objects. `products` decides which products are narrowed. `alike`
+finds islands that can share one trace, `outer` computes outer products, and `shown`
+prints plans. `autocast` and `cast_inputs` hold the public functions.
+
+These files share some words:
 
 - An *equation* is what JAX traced. A *step* is an equation in a region, with the dtypes
   to which it casts its operands.
-- A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
-  is computed in 16 bits, the *low* dtype. An equation that holds programs is
-  *rewritten*, by a plan for each program, if they hold a product to narrow or an outer
-  product to replace, or if it is a `custom_vjp`, whose rule may compute either.
-- A *region* is a list of steps that run as one: an *island* or a part of one, which
-  depends on products and computes in float32 but for moves and for sums stored in 16
-  bits, or a single step, such as a product.
-- A value is *stored* if a later region reads it, or if it is a result of the program. A
-  region may also *repeat* a cheap step of an earlier one, and not read its result.
-- For the backward pass, the values that an island reads are *kept*, which JAX calls its
-  residuals; its other values are *recomputed*, except some reductions, kept as well.
-- A *stream* is a sum that layer after layer adds to, such as the residual stream of a
+- A *product* is a matrix product or a convolution that sums. It is *narrowed* if it
+  runs in 16 bits; the 16-bit dtype is called *low*.
+- An equation that holds programs is *rewritten* if it runs them by plans of their own.
+  That happens if they contain a product to narrow or an outer product to replace. It
+  also happens to every `custom_vjp`, because its rule may compute either.
+- A *region* is a list of steps that run as one: an island, a part of an island, or a
+  single step such as a product. An island depends on products, and computes in float32
+  except for moves, and for sums that are stored in 16 bits.
+- A value is *stored* if a later region reads it, or if the program returns it. Instead
+  of reading a value, a region may *repeat* the cheap step that computed it.
+- The values that an island reads are *kept* for the backward pass; JAX calls them
+  residuals. All other values in the island are *recomputed*, except for a few
+  reductions, which are kept too.
+- A *stream* is a sum to which layer after layer adds, such as the residual stream of a
   transformer. It is stored in 16 bits from product to product.
 """

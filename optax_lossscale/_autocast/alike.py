@@ -1,8 +1,9 @@
-"""Keys of islands, by which JAX traces one function for all islands that are alike.
+"""Keys of islands, with which JAX traces one function for all islands that are alike.
 
-The layers of a model are often alike, and JAX takes long to trace the derivatives of
-`jax.checkpoint`. Each layer has variables of its own, so a key has the positions of
-values in their island instead.
+The layers of a model often contain the same island, and JAX is slow to trace the
+derivatives of `jax.checkpoint`. Each layer has its own variables, so a key refers to a
+value by its position in the island. If an island reads `h` and computes `exp(h) * 2`,
+its key records that `exp` reads value 0, and that `mul` reads value 1 and the literal.
 """
 
 from collections.abc import Hashable
@@ -12,15 +13,19 @@ from jax.extend.core import Literal
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region
 from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
+from optax_lossscale._programs.walk import made_by
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
-    """A key that is equal for islands that compute the same, made by the same lines."""
-    made = [v for step in island.steps for v in step.eqn.outvars]
-    positions = {v: n for n, v in enumerate([*island.reads, *made])}
+    """Returns the same key for islands in which the same lines compute the same."""
+    computed = made_by([step.eqn for step in island.steps])
+    values = [*island.reads, *computed]
+    positions = {v: n for n, v in enumerate(values)}
 
     def key_of_value(v):
-        return key_of_literal(v) if isinstance(v, Literal) else positions[v]
+        if isinstance(v, Literal):
+            return key_of_literal(v)
+        return positions[v]
 
     def key_of_step(step):
         eqn = step.eqn
@@ -28,15 +33,16 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
             key_of(eqn),
             eqn.source_info.traceback,
             eqn.source_info.name_stack,
-            tuple(step.takes),
+            tuple(step.operand_dtypes),
             tuple(map(key_of_value, eqn.invars)),
             tuple(v.aval for v in eqn.invars),
         )
 
+    stores = [(positions[v], dtype) for v, dtype in island.stores.items()]
     key = (
         casting,
         tuple(map(key_of_step, island.steps)),
-        tuple((positions[v], dtype) for v, dtype in island.stores.items()),
-        frozenset(map(positions.__getitem__, island.kept_reductions)),
+        tuple(stores),
+        frozenset(positions[v] for v in island.kept_reductions),
     )
     return hashable(key, island)

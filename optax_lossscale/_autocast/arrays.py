@@ -1,11 +1,13 @@
-"""A call of any function as a program from arrays to arrays.
+"""Turns a call of any function into a program from arrays to arrays.
 
-The function may take and return trees, modules and anything else, and change Flax NNX
-objects. A tree is divided into its arrays, which the program takes or gives, and its
-*form*, a function that makes the tree from arrays in their place. `as_program` traces
-the program from the arrays in the arguments to the arrays that the call changed and
-returned. From the program's results, the forms of what changed and of what was returned
-make both again.
+The function may take and return pytrees, modules and anything else, and may change
+Flax NNX objects. A tree is split into its arrays and a *rebuild function*, which
+returns the tree with other arrays in their places. For `{"w": array, "name": "up"}`
+these are `[array]` and a function that puts one array under `"w"`.
+
+`as_program` traces the program from the arrays in the arguments to the arrays in the
+changed objects and in the results. `Call.result` rebuilds both from the program's
+results.
 """
 
 import contextlib
@@ -26,15 +28,15 @@ from optax_lossscale._programs.values import FLOAT32, astype
 
 
 class Call(NamedTuple):
-    """A call of a function as a program, with its arguments."""
+    """A traced call of a function, with the arrays in its arguments."""
 
-    # The closed jaxpr, from the arrays in the arguments to those that the call changed
-    # in Flax NNX objects, followed by those that it returned
+    # A closed jaxpr. It maps `arrays` to the arrays that the call changed in Flax NNX
+    # objects, followed by the arrays that it returned.
     program: Any
-    arrays: list[Any]  # the arrays in the arguments
-    is_parameter: list[bool]  # for each of these arrays
-    # From the results of the program to what the call returns; also puts the changed
-    # arrays into the Flax NNX objects
+    arrays: list[Any]
+    is_parameter: list[bool]  # one flag for each of the `arrays`
+    # Converts results of the program to what the call returns, and writes the changed
+    # arrays into the caller's Flax NNX objects
     result: Callable[[Iterable[Any]], Any]
 
 
@@ -46,106 +48,130 @@ def as_program(
     parameters: Container[int] = (),
     low: np.dtype | None = None,
 ) -> Iterator[Call]:
-    """Traces a call, with each array of dtype `low` taken as float32.
+    """Traces a call of `fun`, with each array of dtype `low` traced as float32.
 
-    The `Call` is valid in this context only.
+    The `Call` is only valid inside this context.
 
     Args:
       fun: the function.
       args: its positional arguments.
       kwargs: its keyword arguments.
       parameters: the positions of the arguments that hold parameters.
-      low: the dtype of products, or None to trace every array as it is.
+      low: the dtype of narrowed products, or None to trace every array as it is.
     """
     with nnx.changes_kept():
         inputs = nnx.split((args, kwargs))
-        arrays, form = _split(inputs, {})
+        arrays, rebuild_inputs = _split(inputs, {})
 
-        def of_arrays(*traced_args, **traced_kwargs):
-            traced = jax.tree.leaves((traced_args, traced_kwargs))
-            call_args, call_kwargs = nnx.merge(form(traced), inside=True)
+        def fun_of_arrays(*traced_args, **traced_kwargs):
+            tracers = jax.tree.leaves((traced_args, traced_kwargs))
+            rebuilt = rebuild_inputs(tracers)
+            call_args, call_kwargs = nnx.merge(rebuilt, inside=True)
             objects = nnx.objects((call_args, call_kwargs))
-            split_objects, results = nnx.split(
-                (objects, fun(*call_args, **call_kwargs))
-            )
-            # An array that an object has before and after the call is not a result.
-            unchanged = dict(zip(map(id, traced), arrays, strict=True))
-            changed, form_of_objects = _split(split_objects, unchanged)
-            returned, form_of_results = _split(results, {})
-            # A `Partial` is a tree: its leaves are the arrays, its structure the form.
-            return Partial(form_of_objects, changed), Partial(form_of_results, returned)
+            outputs = fun(*call_args, **call_kwargs)
+            split_objects, results = nnx.split((objects, outputs))
+            # An array that an object held before the call, and still holds, is not a
+            # result of the program.
+            tracer_ids = map(id, tracers)
+            unchanged = dict(zip(tracer_ids, arrays, strict=True))
+            changed, rebuild_objects = _split(split_objects, unchanged)
+            returned, rebuild_results = _split(results, {})
+            # A `Partial` is a pytree: JAX traces its arrays, and its treedef carries
+            # the rebuild function out of the trace.
+            return Partial(rebuild_objects, changed), Partial(rebuild_results, returned)
 
-        # JAX shows the name of the function in messages. A callable without code, such
-        # as a partial, would be shown by its repr, which may be long.
+        # JAX shows the function's name in messages. A callable without code, such as a
+        # partial, would appear there as its repr, which can be long.
         if hasattr(inspect.unwrap(fun), "__code__"):
-            of_arrays = functools.wraps(fun)(of_arrays)
-        wide_args, wide_kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
+            fun_of_arrays = functools.wraps(fun)(fun_of_arrays)
+        as_traced = functools.partial(_as_traced, low=low)
+        wide_args, wide_kwargs = jax.tree.map(as_traced, inputs)
         with AUTOCAST_DTYPE(low):
-            trace = jax.make_jaxpr(of_arrays, return_shape=True)
+            trace = jax.make_jaxpr(fun_of_arrays, return_shape=True)
             program, shapes = trace(*wide_args, **wide_kwargs)
+        yield Call(
+            program=program,
+            arrays=arrays,
+            is_parameter=_are_parameters(inputs, parameters),
+            result=functools.partial(_result, shapes),
+        )
 
-        def result(arrays):
-            filled = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-            _, results = nnx.merge([tree() for tree in filled], inside=False)
-            return results
 
-        yield Call(program, arrays, _are_parameters(inputs, parameters), result)
+def _result(shapes: Any, program_results: Iterable[Any]) -> Any:
+    """Converts results of the program to what the call returns: see `Call.result`.
+
+    `shapes` has the tree structure of what `fun_of_arrays` returns.
+    """
+    treedef = jax.tree.structure(shapes)
+    rebuilds = jax.tree.unflatten(treedef, program_results)
+    trees = [rebuild() for rebuild in rebuilds]
+    _, results = nnx.merge(trees, inside=False)
+    return results
 
 
-def _wide(low: np.dtype | None, x: Any) -> Any:
-    """An array as the program takes it, in float32 if it is low; else None."""
+def _as_traced(x: Any, low: np.dtype | None) -> Any:
+    """Casts an array of dtype `low` to float32; None for a leaf that is not traced."""
     if not is_traceable(x):
         return None
-    # `np.dtype("float64") == None` is True
-    is_low = low is not None and x.dtype == low
-    return astype(x, FLOAT32) if is_low else x
+    # Check for None first, because `np.dtype("float64") == None` is True.
+    if low is not None and x.dtype == low:
+        return astype(x, FLOAT32)
+    return x
 
 
 def _split(
     tree: Any, unchanged: Mapping[int, Any]
 ) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """The arrays of a tree, and a function that makes the tree of others in their place.
+    """Splits a tree into its arrays and the rebuild function.
 
-    An array whose `id` is in `unchanged` is not among them: the form holds what
-    `unchanged` has for it.
+    `unchanged` maps ids to arrays. An array of the tree whose id is among them is not
+    returned: the rebuild function holds the array from `unchanged` instead.
     """
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = []
+    static = []
+    for x in leaves:
+        if is_traceable(x) and id(x) not in unchanged:
+            arrays.append(x)
+            # None is never a leaf, so it can mark the place of an array. The array
+            # itself may be a tracer, and must not outlive the trace.
+            static.append(None)
+        else:
+            static.append(unchanged.get(id(x), x))
 
-    def is_new(x):
-        return is_traceable(x) and id(x) not in unchanged
+    def rebuild(new_arrays):
+        remaining = iter(new_arrays)
+        filled = [next(remaining) if x is None else x for x in static]
+        return jax.tree.unflatten(treedef, filled)
 
-    # None, which is no leaf, stands for each array: to keep arrays would leak tracers.
-    others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
-
-    def form(arrays):
-        following = iter(arrays)
-        filled = [next(following) if x is None else x for x in others]
-        return jax.tree.unflatten(structure, filled)
-
-    return list(filter(is_new, leaves)), form
+    return arrays, rebuild
 
 
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
-    """For each array in the arguments, whether it is a parameter.
+    """Whether each array in the arguments is a parameter.
 
-    An array is one if its argument's position is listed; one in a variable of Flax NNX,
-    if the variable is an `nnx.Param`.
+    An array in a Flax NNX variable is a parameter if the variable is an `nnx.Param`.
+    Any other array is a parameter if `positions` contains its argument's position.
     """
     args, kwargs = inputs
-    flags: list[bool] = []
-    for n, argument in enumerate((*args, kwargs)):
+    flags = []
+    for position, argument in enumerate((*args, kwargs)):
         for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
-            is_one = is_of_nnx(leaf, "Param") if is_variable(leaf) else n in positions
-            flags += [is_one for x in jax.tree.leaves(leaf) if is_traceable(x)]
+            is_parameter = position in positions
+            if is_variable(leaf):
+                is_parameter = is_of_nnx(leaf, "Param")
+            arrays = filter(is_traceable, jax.tree.leaves(leaf))
+            flags += [is_parameter for _ in arrays]
     return flags
 
 
 def is_traceable(x: Any) -> bool:
     """Whether `x` is an array that JAX can trace, or the shape of one.
 
-    An array of NumPy's has to hold numbers; one of JAX's may hold random keys.
+    A NumPy array has to hold numbers or booleans. A JAX array may also hold random
+    keys.
     """
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)

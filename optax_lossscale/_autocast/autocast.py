@@ -1,4 +1,9 @@
-"""`autocast`: any function with products in 16 bits, and most else in float32."""
+"""`autocast`: runs a function's products in 16 bits, and most else in float32.
+
+A call of the returned function traces `fun` into a program, plans the program, and runs
+the plan. `Autocasted.plan` stops after the second step, so that the plan can be
+printed. The package's `__init__.py` explains what a plan is.
+"""
 
 import contextlib
 import functools
@@ -19,18 +24,18 @@ from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
 
 _MISSING: Any = object()
-"""The default of `fun`: it is not None, so that `autocast(None)` is an error."""
+"""The default of `fun`. It is not None, so that `autocast(None)` is an error."""
 
 
 class Autocasted(Protocol):
-    """What `autocast` returns: a function, and its plans."""
+    """The type of what `autocast` returns: a function with an attribute `plan`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the function, with its products narrowed."""
+        """Calls the function with its products in 16 bits."""
         ...
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan of a call; print it to see what runs, and is stored, in which dtype."""
+        """Returns the plan of a call. Print it to see what runs in which dtype."""
         ...
 
 
@@ -53,65 +58,69 @@ def autocast(
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Any:
-    """`fun` with matrix products and convolutions in 16 bits, and most else in float32.
+    """Makes `fun` run matrix products and convolutions in 16 bits, and most else in float32.
 
-    A model whose parameters and inputs are float32 trains in float16 without a cast in
-    the model: products take and return `dtype`, and the operations between two products
-    compute in float32 and round their result for the second product. So exponentials,
-    logarithms, powers, reductions, norms, losses and quotients have float32's range and
-    digits, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too
-    large for `dtype` still overflows, for the loss scale to see.
+    A model with float32 parameters and inputs trains in float16 without a cast in the
+    model. Products read and return `dtype`. The operations between two products compute
+    in float32, and round their result for the second product. So exponentials,
+    logarithms, powers, reductions, norms, losses and quotients have the range and the
+    digits of float32, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A
+    product too large for `dtype` still overflows, which the loss scale detects.
 
-    Two other kinds of operations run in 16 bits. Sums that go from product to product,
-    such as the residual stream of a transformer, are added and stored in 16 bits. And
-    what moves the result of a product moves 16 bits, between devices as well: so
-    `jax.lax.psum` adds such results in `dtype`, and may overflow. The backward pass
-    recomputes the intermediates between two products instead of keeping them. All this
-    takes about as much memory as a model written in float16 by hand.
+    Two other kinds of operations run in 16 bits. First, sums that are carried from
+    product to product, such as the residual stream of a transformer, are added and
+    stored in 16 bits. Second, operations that move the result of a product move 16
+    bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
+    overflow. The backward pass recomputes the intermediates between two products
+    instead of keeping them. All this takes about as much memory as a model written in
+    float16 by hand.
 
     A product with `precision=jax.lax.Precision.HIGHEST` (`HIGH` is not enough), or
-    under `jax.default_matmul_precision("highest")`, stays as it is; so does everything
-    that is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr
-    shows, as in Pallas kernels. `dtype_report` says which products run in which dtype.
+    under `jax.default_matmul_precision("highest")`, is left unchanged. So are all
+    values that are float64, bfloat16 or float16 in `fun` itself, and all code that no
+    jaxpr shows, such as the inside of a Pallas kernel. `dtype_report` tells which
+    products run in which dtype.
 
-    `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`,
-    `custom_vjp`, and `custom_jvp`, whose rule is left alone if its function has no
-    product. It goes through each `while_loop` whose condition follows from integers
-    alone and is one flag, not one for each example of a `vmap`. It works for training,
-    evaluation and derivatives of any order. Call it under `jit`: without, each call is
-    traced and planned anew.
+    `autocast` also runs the products inside of `jit`, `scan`, `cond`, `jax.checkpoint`,
+    `shard_map`, `custom_vjp` and `custom_jvp` in 16 bits. It leaves the rule of a
+    `custom_jvp` unchanged if the function has no product. It changes a `while_loop`
+    only if the loop's condition depends on integers alone, and is one flag instead of
+    one for each example of a `vmap`. `autocast` works for training, evaluation and
+    derivatives of any order. Call it under `jit`: otherwise every call traces and plans
+    the function again.
 
     Args:
-      fun: a function that JAX can trace. It may take arrays, trees and modules of them,
-        and anything else; Flax NNX modules and variables among its arguments may change
-        inside. Without `fun`, this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
+      fun: a function that JAX can trace. Its arguments may be arrays, trees and modules
+        of arrays, and anything else. It may change Flax NNX modules and variables among
+        its arguments. Without `fun`, `autocast` is a decorator:
+        `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters, if any. The sum of a
+      argnums: which positional arguments hold the parameters, if any do. The sum of a
         product's result and a parameter, such as a bias, is stored in 16 bits between
-        products. Sums with other float32 arguments, with parameters passed by keyword,
-        or with what is multiplied by a parameter of shape (), such as a step size, stay
-        in float32. So list only parameters, and those whose numbers are of ordinary
-        magnitude. A recurrent state, or weights that inner steps update, would lose
-        digits in 16 bits; a mask of -1e9 or statistics of 1e5 would become infinite
-        there. In Flax NNX, the `nnx.Param`s among the arguments are the parameters,
-        whatever `argnums` says, and no other variables are. Of other modules, every
-        array counts.
+        products. Other sums stay in float32: those with other float32 arguments, with
+        parameters passed by keyword, or with a value multiplied by a parameter of shape
+        (), such as a step size. So list only parameters, and only those with numbers of
+        ordinary magnitude. A recurrent state, or weights that inner steps update, would
+        lose digits in 16 bits; a mask of -1e9 or statistics of 1e5 would become
+        infinite. In Flax NNX, the parameters are the `nnx.Param`s among the arguments
+        and no other variables, whatever `argnums` says. In any other module that
+        `argnums` lists, every array counts as a parameter.
 
     Returns:
-      A function of the same arguments. An argument in `dtype` is taken for one in
-      float32: the results have the dtypes that `fun` gives for float32. The attribute
-      `plan`, another function of the same arguments, returns what would run in which
-      dtype, at which line, to be printed.
+      A function of the same arguments. It treats an argument in `dtype` as float32: its
+      results have the dtypes that `fun` returns for float32. Its attribute `plan` is
+      another function of the same arguments, which returns a printable plan: what would
+      run in which dtype, at which line.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
-        called, if `argnums` count beyond the arguments. One that is passed by keyword
-        counts, but is not taken for a parameter.
+        the result is called, if a number in `argnums` is out of range. Arguments passed
+        by keyword count for the range, but are never treated as parameters.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
-    operations that need float32. Here all operations between two products get it, as a
-    compiler fuses them.
+    the operations that need float32. Here all operations between two products run in
+    float32, because a compiler fuses them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -141,14 +150,16 @@ def autocast(
     def planned(args, kwargs):
         """Traces a call, and plans the program."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
+        # On a TPU the compiler may merge the recomputation with the forward pass,
+        # because it recomputes by itself where memory is short.
+        prevent_cse = jax.default_backend() != "tpu"
+        casting = Casting(low, prevent_cse=prevent_cse)
         with as_program(fun, args, kwargs, parameters, low) as call:
-            # On a TPU the compiler may merge the recomputation with the forward pass,
-            # as it recomputes by itself where memory is short.
-            casting = Casting(low, prevent_cse=jax.default_backend() != "tpu")
-            yield call, plan_for(call.program, call.arrays, _kinds(call), casting)
+            plan = plan_for(call.program, call.arrays, _kinds(call), casting)
+            yield call, plan
 
     @functools.wraps(fun)
-    def results_of_call(*args, **kwargs):
+    def autocasted_fun(*args, **kwargs):
         with planned(args, kwargs) as (call, plan):
             reasons = reasons_left(call.program)
             if reasons:
@@ -156,40 +167,44 @@ def autocast(
                 messages.warn(f"autocast leaves every matrix product as it is: {said}")
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
+            arrays = list(map(jnp.asarray, results))
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
-            return call.result(astypes(list(map(jnp.asarray, results)), dtypes))
+            return call.result(astypes(arrays, dtypes))
 
     def plan_of_call(*args, **kwargs):
         with planned(args, kwargs) as (_, plan):
             return plan
 
-    autocasted: Any = results_of_call
+    autocasted: Any = autocasted_fun
     autocasted.plan = plan_of_call
     return autocasted
 
 
 def _parameters(
-    argnums: int | Sequence[int], positions: Sequence[int], n_args: int, n_kwargs: int
+    argnums: int | Sequence[int],
+    positions: Sequence[int],
+    n_positional: int,
+    n_keyword: int,
 ) -> set[int]:
-    """Which positional arguments of a call are parameters.
+    """Returns the positions of the arguments that hold parameters, none of them < 0.
 
-    `argnums` is what the user gave, for the error; `positions` has the same numbers as
-    a sequence.
+    `argnums` is what the user passed, for the error message; `positions` holds the same
+    numbers as a sequence.
     """
     for n in positions:
-        if not -n_args <= n < n_args + n_kwargs:
+        if not -n_positional <= n < n_positional + n_keyword:
             raise ValueError(
-                f"autocast was given argnums={argnums!r}, but the call has {n_args} "
-                "positional arguments: pass the parameters by position, or argnums=() "
-                "if there are none"
+                f"autocast was given argnums={argnums!r}, but the call has "
+                f"{n_positional} positional arguments: pass the parameters by "
+                "position, or argnums=() if there are none"
             )
-    # A number may count on into the keyword arguments, which hold no parameters.
-    return {range(n_args)[n] for n in positions if n < n_args}
+    # A number may refer to a keyword argument, which holds no parameters.
+    return {n % n_positional for n in positions if n < n_positional}
 
 
 def _kinds(call: Call) -> list[Kind]:
-    """The kinds of the arrays in the arguments of a call."""
-    # A single number may be a step size or a statistic, and of any size.
+    """The kind of each array in the arguments of a call."""
+    # A single number may be a step size or a statistic, which can have any size.
     return [
         Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
         for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)

@@ -1,4 +1,10 @@
-"""`cast_inputs`: a kernel that takes 16 bits, called from a model in float32."""
+"""`cast_inputs`: calls a kernel that needs 16 bits from a model in float32.
+
+While `autocast` traces a model, `AUTOCAST_DTYPE` holds the dtype of its products. A
+function wrapped by `cast_inputs` reads this dtype at each call. If it is float16, the
+function casts its float32 arguments to float16, and its float16 results back to
+float32. If it is None, outside of `autocast`, the function casts nothing.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,16 +21,18 @@ from optax_lossscale._programs.values import FLOAT32, astype, dtype_in
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that needs it.
 
-    While `autocast` traces a model, the float32 arrays among the arguments of `fun` are
-    cast to `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere
-    `fun` is called as it is. So a model in float32 can call cuDNN's attention or a
-    Pallas kernel, which `autocast` cannot look into. A large negative bias becomes -inf
-    in float16: give the kernel a mask instead. Wrap a function with a custom derivative
-    as a whole, not the kernels in its rules. Modules of Flax NNX may be among the
-    arguments; what `fun` sets in their variables is kept.
+    While `autocast` traces a model, float32 arrays among the arguments of `fun` are
+    cast to `autocast`'s dtype, and results in that dtype are cast back to float32. In
+    any other context `fun` is called unchanged. With this, a model in float32 can call
+    cuDNN's attention or a Pallas kernel, which `autocast` cannot look into.
+
+    A large negative bias becomes -inf in float16: pass the kernel a mask instead. If a
+    function has a custom derivative, wrap that function and not the kernels in its
+    rules. Flax NNX modules are allowed among the arguments, and variables that `fun`
+    sets in them stay set.
 
     Args:
-      fun: a function of arrays, trees of them and of anything else.
+      fun: a function of arrays, trees of arrays and anything else.
 
     Returns:
       A function of the same arguments.
@@ -48,33 +56,42 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     validation.check_function("fun", fun)
 
     @functools.wraps(fun)
-    def of_cast(*args, **kwargs):
+    def with_cast_inputs(*args, **kwargs):
         low = AUTOCAST_DTYPE.value
         if low is None:
             return fun(*args, **kwargs)
-        cast_args, cast_kwargs = _cast(FLOAT32, low, (args, kwargs))
-        variables = find_nodes(is_variable, (args, kwargs))
-        copies = find_nodes(is_variable, (cast_args, cast_kwargs))
-        before = list(map(jax.tree.leaves, copies))
+        inputs = args, kwargs
+        cast = _cast(FLOAT32, low, inputs)
+        cast_args, cast_kwargs = cast
+        variables = find_nodes(is_variable, inputs)
+        copies = find_nodes(is_variable, cast)
+        leaves_before = [jax.tree.leaves(copy) for copy in copies]
         results = fun(*cast_args, **cast_kwargs)
-        # What `fun` has set in the copy of a variable is set in the variable.
-        for variable, copy, arrays in zip(variables, copies, before, strict=True):
-            if _is_set(copy, arrays):
-                variable.copy_from(_cast(low, FLOAT32, copy))
+        # `fun` was given copies of the variables. Where it has set a copy, the variable
+        # is set too.
+        for variable, copy, leaves in zip(
+            variables, copies, leaves_before, strict=True
+        ):
+            if _is_set(copy, leaves):
+                new_value = _cast(low, FLOAT32, copy)
+                variable.copy_from(new_value)
         return _cast(low, FLOAT32, results)
 
-    return of_cast
+    return with_cast_inputs
 
 
 def _cast(old: Any, new: Any, tree: Any) -> Any:
-    """A copy of a tree, whose arrays of dtype `old` are cast to the dtype `new`."""
+    """Copies a tree, with each array of dtype `old` cast to dtype `new`."""
 
     def cast(x):
-        return astype(x, new) if dtype_in(x) == old else x
+        if dtype_in(x) == old:
+            return astype(x, new)
+        return x
 
     return map_leaves(cast, tree)
 
 
-def _is_set(variable: Any, before: list[Any]) -> bool:
-    """Whether a variable of Flax NNX holds other arrays than `before`."""
-    return list(map(id, jax.tree.leaves(variable))) != list(map(id, before))
+def _is_set(variable: Any, leaves_before: list[Any]) -> bool:
+    """Whether a Flax NNX variable no longer holds the arrays that it held before."""
+    leaves = jax.tree.leaves(variable)
+    return list(map(id, leaves)) != list(map(id, leaves_before))

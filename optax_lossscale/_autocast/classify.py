@@ -1,25 +1,32 @@
-"""The first pass: the kind of each value, which says whether 16 bits can hold it.
+"""The first pass: the kind of each value, which decides whether 16 bits can hold it.
 
-The pass goes forward. The kind of a value follows from what it is computed from, not
-from its numbers, which are not known yet:
+The pass walks the program forward. Its numbers are unknown until it runs, so the kind
+of a value follows from the operation that computes it and the kinds of the operands:
 
-- The result of a product is in 16 bits already: a PRODUCT.
-- A sum with a PRODUCT is a SUM, and so is a choice between a PRODUCT and another
-  number, as by `relu` or a mask. It may be stored in 16 bits from product to product,
-  as in a model cast by hand.
-- A value computed from these in about their range is NEAR. It stays in float32, and is
-  recomputed. Multiplications are not counted: after nine by 4, a factor of 2**18, the
-  value is still NEAR. Parameters are taken to have about the size 1, whatever their
-  numbers are.
-- Every other value may have another range or need more digits: FLOAT32.
+- PRODUCT is the result of a product, which is in 16 bits already.
+- SUM is a sum with a PRODUCT. A choice between a PRODUCT and another number, such as a
+  `relu` or a mask, is also a SUM. A SUM may be stored in 16 bits from product to
+  product, as in a model cast by hand.
+- NEAR is a value computed from these that has about their range. It stays in float32,
+  and is recomputed. The pass does not count multiplications: after nine multiplications
+  by 4, a factor of 2**18, the value is still NEAR. It assumes that parameters have
+  about the size 1, whatever their numbers are.
+- FLOAT32 is any other value: it may have another range, or need more digits.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
-PRODUCT, SUM, NEAR and FLOAT32. What only moves numbers, or chooses between some, has
-the `join` of the kinds of its operands. Among the kinds from PRODUCT to NEAR, a sum is
-a SUM, except that NEAR plus a literal or a parameter stays NEAR; a multiplication by a
-factor of about the size 1, or a division by a literal, is NEAR, as is `tanh`. A value
-minus its own mean, or over its own norm, is NEAR as well, as `normalized` finds out:
-this saves memory and bytes in a ResNet, and in transformers with a norm after each sum.
+PRODUCT, SUM, NEAR and FLOAT32.
+
+An operation that only moves numbers, or chooses among its operands, returns the `join`
+of their kinds. For other operations, if some operand is a PRODUCT, SUM or NEAR, and
+none is FLOAT32:
+
+- A sum is a SUM, except that NEAR plus a literal or a parameter stays NEAR.
+- A multiplication by a factor of about the size 1, a division by a literal, or a `tanh`
+  is NEAR.
+
+A value minus its own mean, or divided by its own norm, is NEAR as well; `normalized`
+recognizes those. This saves memory and bytes in a ResNet, and in transformers with a
+norm after each sum.
 """
 
 import enum
@@ -30,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.normalized import Role, is_normalized, role_of
+from optax_lossscale._autocast.normalized import is_normalized, role_of
 from optax_lossscale._autocast.products import is_narrowed, may_be_rewritten
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import flat
@@ -45,38 +52,42 @@ from optax_lossscale._programs.walk import carried_by, first_inside, result_prog
 
 
 class Kind(enum.IntEnum):
-    """What a value is made of; the later kinds need more range, or more digits."""
+    """What a value was computed from. Later kinds need more range, or more digits.
+
+    The kinds up to LARGE are computed from literals, masks and parameters alone.
+    """
 
     NUMBER = enum.auto()
-    """A literal that is 0 or of a size from 1/256 to 4, a mask, or made from these."""
+    """A literal that is 0 or of a size from 1/256 to 4, a mask, or computed from these."""
     PARAMETER = enum.auto()
-    """A parameter, or made from parameters and NUMBERs."""
+    """A parameter, or a value computed from parameters and NUMBERs."""
     LARGE = enum.auto()
-    """A literal of a size from 4 to 256, or made with one.
+    """A literal of a size from 4 to 256, or a value computed with one.
 
-    It may be added, but is no factor.
+    It may be a term of a sum, but not a factor.
     """
     PRODUCT = enum.auto()
-    """The result of a product, perhaps moved: it has 16 bits already."""
+    """The result of a product, possibly moved: it is in 16 bits already."""
     SUM = enum.auto()
-    """A sum with a PRODUCT, or a choice between one and another number.
+    """A sum with a PRODUCT, or a choice between a PRODUCT and another number.
 
     It may be stored in 16 bits from product to product.
     """
     NEAR = enum.auto()
-    """Made from the kinds above, in about their range; added to a SUM, it gives one."""
+    """A value computed from the kinds above that has about their range.
+
+    The sum of a NEAR value and a SUM is a SUM.
+    """
     FLOAT32 = enum.auto()
-    """Anything that may have another range or need more digits."""
+    """Any other value: it may have another range, or need more digits."""
 
 
 Kinds = Sequence[Kind]
-"""The kinds of several values, in order."""
+"""The kinds of several values, in order. Cached functions need them as a tuple."""
 
-_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # they leave a range as it is
-_CONSTANTS = _FACTORS | {Kind.LARGE}
-_IN_RANGE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
-# Bounds for the sizes of literals that about keep the range of what they multiply,
-# divide, or are added to
+_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # factors that keep a range
+# A literal of a size within these bounds about keeps the range of the value that it
+# multiplies, divides, or is added to.
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
 _SMALLEST_DIVISOR = 2**-2
@@ -84,12 +95,12 @@ _LARGEST_TERM = 2**8
 
 
 @cached_by_program
-def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
-    """The kind of each variable of `flat(jaxpr)`, given those of its arguments."""
+def classify(jaxpr: Any, arguments: Kinds) -> Mapping[Var, Kind]:
+    """Returns the kind of each variable of `flat(jaxpr)`, given the arguments' kinds."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
-    kinds |= zip(program.ins, arguments, strict=True)
-    roles: dict[Var, Role] = {}
+    kinds.update(zip(program.ins, arguments, strict=True))
+    roles = {}
     for eqn in program.eqns:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
@@ -97,13 +108,17 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
         elif may_be_rewritten(eqn):
             results = _kinds_of_results(eqn, operands)
         else:
-            results = [_kind_of_result(eqn, operands)] * len(eqn.outvars)
-            role = role_of(eqn, [kind in _FACTORS for kind in operands], roles)
+            kind = _kind_of_result(eqn, operands)
+            are_factors = [operand in _FACTORS for operand in operands]
+            role = role_of(eqn, are_factors, roles)
             if role is not None:
                 roles[eqn.outvars[0]] = role
-                if is_normalized(role) and kinds[role.of] in _IN_RANGE:
-                    results = [Kind.NEAR]
-        kinds |= zip(eqn.outvars, results, strict=True)
+                if is_normalized(role):
+                    source_kind = kinds[role.source]
+                    if Kind.PRODUCT <= source_kind <= Kind.NEAR:
+                        kind = Kind.NEAR
+            results = [kind] * len(eqn.outvars)
+        kinds.update(zip(eqn.outvars, results, strict=True))
     return kinds
 
 
@@ -113,68 +128,77 @@ def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
-    """The kind of a value that may come from values of any of these kinds."""
-    different = set(kinds)
-    latest = max(different)
-    # What may be a PRODUCT or a parameter would round the parameter if it was stored in
-    # 16 bits. So it is a SUM, which is stored in 16 bits only where that pays.
-    is_mixed = latest == Kind.PRODUCT and len(different) > 1
-    return Kind.SUM if is_mixed else latest
+    """The kind of a value that may be any of several values, given their kinds."""
+    distinct = set(kinds)
+    latest = max(distinct)
+    # A PRODUCT is always stored in 16 bits. If the value may also be a parameter, that
+    # would round the parameter. A SUM is stored in 16 bits only where that pays.
+    if latest == Kind.PRODUCT and len(distinct) > 1:
+        return Kind.SUM
+    return latest
 
 
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """The kind of the results of an equation, neither a product nor to be rewritten."""
-    its_traits = traits(eqn)
-    if Trait.CASTS in its_traits:
+    """The kind of all results of an equation that `classify` has no other case for."""
+    eqn_traits = traits(eqn)
+    if Trait.CASTS in eqn_traits:
         source = eqn.invars[0]
         if isinstance(source, Literal):
             return operands[0]
         is_mask = dtype_in(source) == jnp.bool_
         if is_mask:
             return Kind.NUMBER
-    pairs = zip(eqn.invars, operands, strict=True)
-    of_floats = [kind for v, kind in pairs if is_inexact(v)]
-    if not of_floats or _fills_with_a_number(eqn):
+    float_kinds = []
+    for v, operand in zip(eqn.invars, operands, strict=True):
+        if is_inexact(v):
+            float_kinds.append(operand)
+    if not float_kinds or _fills_with_a_number(eqn):
         return Kind.FLOAT32
-    kind = join(of_floats)
-    if its_traits & (RUNS_AS_STORED | Trait.CHOOSES):
+    kind = join(float_kinds)
+    if eqn_traits & (RUNS_AS_STORED | Trait.CHOOSES):
         return kind
     if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
         return Kind.FLOAT32
-    if kind in _CONSTANTS:
+    if kind <= Kind.LARGE:
         return kind
-    if Trait.ADDS_TWO not in its_traits:
+    if Trait.ADDS_TWO not in eqn_traits:
         return Kind.NEAR
-    # NEAR plus a constant or a parameter is still NEAR; any other sum is a SUM.
-    has_constant = not _CONSTANTS.isdisjoint(operands)
-    return kind if kind == Kind.NEAR and has_constant else Kind.SUM
+    # NEAR plus a literal or a parameter is still NEAR; any other sum is a SUM.
+    has_constant = min(operands) <= Kind.LARGE
+    if kind == Kind.NEAR and has_constant:
+        return Kind.NEAR
+    return Kind.SUM
 
 
 def _fills_with_a_number(eqn: JaxprEqn) -> bool:
-    """Whether gaps are filled with a number, which may have any size, as -1e9 has.
+    """Whether an equation fills gaps with a number of any size, such as -1e9.
 
-    By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
+    The default of `jnp.take` does not count: it fills gaps with NaN, which 16 bits can
+    hold, just as they can hold 0.
     """
-    filling = eqn.params.get("fill_value")
-    return filling is not None and filling != 0 and not np.isnan(filling)
+    fill_value = eqn.params.get("fill_value")
+    if fill_value is None:
+        return False
+    return fill_value != 0 and not np.isnan(fill_value)
 
 
 def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
     """Whether the results of an operation have about the range of its operands."""
-    its_traits = traits(eqn)
-    if Trait.DIVIDES in its_traits:
+    eqn_traits = traits(eqn)
+    if Trait.DIVIDES in eqn_traits:
         divisor = eqn.invars[1]
-        # The caller has left out a literal above `_LARGEST_TERM`: it is FLOAT32.
+        # The divisor has no upper bound here: a literal above `_LARGEST_TERM` is
+        # FLOAT32, and the caller has handled that kind.
         return isinstance(divisor, Literal) and abs(divisor.val) >= _SMALLEST_DIVISOR
-    if Trait.MULTIPLIES in its_traits:
+    if Trait.MULTIPLIES in eqn_traits:
         return not _FACTORS.isdisjoint(operands)
-    return bool(its_traits & (Trait.ADDS_TWO | Trait.NEAR))
+    return bool(eqn_traits & (Trait.ADDS_TWO | Trait.NEAR))
 
 
 def _kind_of_literal(literal: Literal) -> Kind:
     """The kind of a literal, by its size.
 
-    One that is LARGE may be added, but is no factor: two multiplications by 200 would
+    A LARGE literal may be a term but not a factor: two multiplications by 200 would
     bring 2 beyond the range of float16.
     """
     dtype = dtype_in(literal)
@@ -183,65 +207,71 @@ def _kind_of_literal(literal: Literal) -> Kind:
     size = abs(float(literal.val))
     if size == 0 or _SMALLEST_FACTOR <= size <= _LARGEST_FACTOR:
         return Kind.NUMBER
-    is_term = _LARGEST_FACTOR < size <= _LARGEST_TERM
-    return Kind.LARGE if is_term else Kind.FLOAT32
+    if _LARGEST_FACTOR < size <= _LARGEST_TERM:
+        return Kind.LARGE
+    return Kind.FLOAT32
 
 
 # --- equations that hold programs ---
 
 
 def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
-    """The kinds that the operands of an equation have inside of it.
+    """The kinds that an equation's operands have in the programs that it holds.
 
-    They are those outside, except for the carry of a loop, whose kind has to hold in
-    every round.
+    They are the kinds that the operands have outside, except for the carry of a loop:
+    the kind of the carry has to be true in every round.
     """
-    # A scan over layers carries the stream that goes from layer to layer, which would
-    # be a SUM without the scan, too. A scan over time steps, or a `while`, may carry a
+    # A scan over layers carries the stream from layer to layer, which would be a SUM
+    # without the scan as well. A scan over time steps, or a `while`, may carry a
     # running sum, which needs float32.
-    inside = list(operands)
+    inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
     carried = carried_by(eqn)
     for n in carried:
         is_stream = is_over_layers and operands[n] <= Kind.SUM
-        inside[n] = Kind.SUM if is_stream else Kind.FLOAT32
-    earlier: Kinds = []
-    while inside != earlier:
-        earlier = list(inside)
-        # What one round leaves in float32 is carried in float32 from the first one on.
-        # The carry is first among the results of a round.
-        for results in _kinds_of_programs(eqn, inside):
+        inner[n] = Kind.SUM if is_stream else Kind.FLOAT32
+    earlier = []
+    while inner != earlier:
+        earlier = list(inner)
+        # If a round returns a carry in float32, every round has to read it in float32.
+        # The carry comes first among the results of a round.
+        for results in _kinds_of_programs(eqn, inner):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:
-                    inside[n] = Kind.FLOAT32
-    return inside
+                    inner[n] = Kind.FLOAT32
+    return inner
 
 
 def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     """The kind of each result of an equation that may be rewritten."""
-    inside = kinds_inside(eqn, operands)
-    # Each result may come from any of the programs, or be the initial carry of a loop.
-    of_programs = _kinds_of_programs(eqn, inside)
-    results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
+    inner = kinds_inside(eqn, operands)
+    kinds_by_program = _kinds_of_programs(eqn, inner)
+    # A result may come from any branch of a `cond`, or be the initial carry of a loop.
+    results = [join(kinds) for kinds in zip(*kinds_by_program, strict=True)]
     for j, n in enumerate(carried_by(eqn)):
-        results[j] = join([results[j], inside[n]])
+        results[j] = join([results[j], inner[n]])
     return results
 
 
-def _kinds_of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
-    """For each program in an equation, the kinds of its results."""
-    inside = tuple(operands[first_inside(eqn) :])
-    return [
-        kinds_of(flat(program).outs, classify(program, inside))
-        for program in result_programs(eqn)
-    ]
+def _kinds_of_programs(eqn: JaxprEqn, inner: Kinds) -> list[Kinds]:
+    """For each program in an equation, the kinds of its results.
+
+    `inner` has the kinds that the equation's operands have inside.
+    """
+    arguments = tuple(inner[first_inside(eqn) :])
+    results = []
+    for program in result_programs(eqn):
+        kinds = classify(program, arguments)
+        results.append(kinds_of(flat(program).outs, kinds))
+    return results
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether an equation scans over layers, each with matrices of parameters."""
+    """Whether an equation scans over layers: over stacked matrices of parameters."""
     if Trait.SCANS not in traits(eqn):
         return False
     first_scanned = carried_by(eqn).stop
     scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)
-    of_parameters = (Kind.PARAMETER, Kind.LARGE)  # such as a parameter times 45
-    return any(kind in of_parameters and len(shape_in(v)) > 2 for v, kind in scanned)
+    # A parameter multiplied by 45, for example, is LARGE.
+    parameter_kinds = (Kind.PARAMETER, Kind.LARGE)
+    return any(kind in parameter_kinds and len(shape_in(v)) > 2 for v, kind in scanned)

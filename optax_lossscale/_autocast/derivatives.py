@@ -1,10 +1,15 @@
-"""Run a function with a custom derivative, whose rule is rewritten as well.
+"""Runs a function with a custom derivative, and rewrites its rule as well.
 
-A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is
-`narrowed`, which runs the program in the equation by its plan. Its rule differentiates
-the `original`: the equation as it was traced, with results in the dtypes of the plan.
-So JAX calls the user's rule, and casts tangents and cotangents. What the rule computes
-is traced and run by a plan as well, which is what `rewrite` does with a function.
+A new `custom_jvp` or `custom_vjp` replaces the equation. It is built from two functions
+that compute the same results:
+
+- The new function calls `narrowed`, which runs the program in the equation by its plan.
+- The new rule differentiates `original`, which casts the operands to the dtypes in
+  which the equation was traced, runs the equation, and casts the results to the dtypes
+  of the plan. So JAX calls the user's rule, and casts tangents and cotangents.
+
+The products in the user's rule are narrowed as well: the new rule is passed through
+`rewrite`, which traces a function, plans the traced program, and runs the plan.
 """
 
 import operator
@@ -19,7 +24,7 @@ from optax_lossscale._programs.enter import Arrays, Function
 from optax_lossscale._programs.values import dtype_in, is_inexact
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Gives a function whose products are narrowed, and whose dtypes are the original's."""
+"""Narrows the products of a function, and keeps the dtypes of its results."""
 
 
 def custom_jvp(
@@ -28,7 +33,7 @@ def custom_jvp(
     operands: Arrays,
     rewrite: Rewrite,
 ) -> list[Any]:
-    """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
+    """Runs a `custom_jvp` with its rule rewritten."""
 
     @jax.custom_jvp
     def function(*operands):
@@ -48,42 +53,46 @@ def custom_vjp(
     operands: Arrays,
     rewrite: Rewrite,
 ) -> list[Any]:
-    """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
+    """Runs a `custom_vjp` with its forward and backward passes rewritten."""
 
     @jax.custom_vjp
     def function(*operands):
         return narrowed(operands)
 
     def forward(*args):
-        primals = [x.value for x in args]
-        # `jax.vjp` differentiates these operands alone: it refuses to differentiate
-        # values that the user's function closes over, which are operands as well.
-        perturbed = [n for n, x in enumerate(args) if x.perturbed]
+        primals = [arg.value for arg in args]
+        # The user's function may close over values, which are operands of the equation
+        # as well. `jax.vjp` refuses to differentiate these, so it is applied to the
+        # perturbed operands alone.
+        perturbed = [n for n, arg in enumerate(args) if arg.perturbed]
 
         @rewrite
         def with_pullback(primals):
-            def floats(inputs):
-                results = original(*[inputs.get(n, x) for n, x in enumerate(primals)])
+            def float_results(inputs):
+                merged = [inputs.get(n, x) for n, x in enumerate(primals)]
+                results = original(*merged)
                 return list(filter(is_inexact, results)), results
 
             inputs = {n: primals[n] for n in perturbed}
-            _, pullback, results = jax.vjp(floats, inputs, has_aux=True)
+            _, pullback, results = jax.vjp(float_results, inputs, has_aux=True)
             return results, pullback
 
         return with_pullback(primals)
 
     def backward(pullback, cotangents):
-        of_floats = list(map(_as_array, filter(is_inexact, cotangents)))
-        (gradients,) = rewrite(operator.call)(pullback, of_floats)
-        # None for an operand that is not differentiated
-        return tuple(map(gradients.get, range(len(operands))))
+        float_cotangents = filter(is_inexact, cotangents)
+        arrays = list(map(_instantiate, float_cotangents))
+        (gradients,) = rewrite(operator.call)(pullback, arrays)
+        # An operand that is not perturbed has None for its gradient.
+        positions = range(len(operands))
+        return tuple(map(gradients.get, positions))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(*map(jnp.asarray, operands))
 
 
-def _as_array(cotangent: Any) -> Any:
-    """A cotangent, as an array of zeros if JAX knows it to be zero."""
+def _instantiate(cotangent: Any) -> Any:
+    """Converts a cotangent that JAX knows to be zero to an array of zeros."""
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, dtype_in(cotangent))
     return cotangent

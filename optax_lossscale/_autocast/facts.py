@@ -1,8 +1,9 @@
-"""The dtype of each value of a program, by its kind and by what is done with it.
+"""The dtype in which each value of a program is stored, by its kind and its use.
 
-A value is stored in 16 bits if it is a PRODUCT, or a SUM that is read past a product
-and on which another product depends. Any other value has the dtype in which it was
-traced, unless `store` finds that only products read it.
+`classify` finds the kind of a value, and `uses` how the value is used later. Take
+`h = x @ w + b` and `y = h + jnp.tanh(h @ w)`. The kind of `h` is SUM, and its use is
+BOTH: it feeds the product `h @ w`, and is read again after it. So `h` is stored in 16
+bits, by the rule in `stored_dtype`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,72 +12,84 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Var
 
-from optax_lossscale._autocast.classify import Kind, classify
+from optax_lossscale._autocast.classify import Kind, Kinds, classify
 from optax_lossscale._autocast.uses import BOTH, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
 
 
 class Casting(NamedTuple):
-    """The options by which a program is rewritten."""
+    """The options for rewriting a program."""
 
     low: np.dtype  # the dtype of narrowed products
-    # Whether the backward pass recomputes islands; not inside of the user's own
-    # `jax.checkpoint`, whose policy says which residuals are kept
+    # Whether the backward pass recomputes islands. Not inside of the user's own
+    # `jax.checkpoint`, whose policy decides which residuals are kept.
     recomputes: bool = True
-    # Whether some reductions are kept, by a name; not in a custom derivative: JAX may
-    # have to transpose it, and cannot transpose a name
+    # Whether some reductions are kept, by a name. Not in a custom derivative: JAX may
+    # have to transpose it, and a name has no transpose.
     keeps_reductions: bool = True
     prevent_cse: bool = True  # the argument of `jax.checkpoint`
 
 
 class Facts(NamedTuple):
-    """What is known of a program, in the place where it runs."""
+    """What the first two passes know about a program in the place where it runs."""
 
     program: Flat
     kinds: Mapping[Var, Kind]
-    dtypes: Mapping[Var, Any]  # the dtype in which each value is stored, if it is
+    # The dtype in which each value is stored, if it is stored
+    dtypes: Mapping[Var, Any]
     uses: Mapping[Var, Use]
     casting: Casting
 
     @property
     def low(self) -> np.dtype:
-        """The low dtype, that of narrowed products."""
+        """The dtype of narrowed products."""
         return self.casting.low
 
 
 def facts_of(
     jaxpr: Any,
-    takes: Sequence[Any],
-    kinds: tuple[Kind, ...],
-    results: Uses,
+    in_dtypes: Sequence[Any],
+    in_kinds: Kinds,
+    result_uses: Uses,
     casting: Casting,
 ) -> Facts:
-    """The facts about a program.
+    """Runs the first two passes on a program.
 
     Args:
       jaxpr: the program.
-      takes: the dtypes of its arguments.
-      kinds: the kinds of its arguments.
-      results: what is done with its results.
-      casting: how it is rewritten.
+      in_dtypes: the dtypes of its arguments.
+      in_kinds: the kinds of its arguments.
+      result_uses: the uses of its results.
+      casting: the options of the rewrite.
     """
     program = flat(jaxpr)
-    kind_of = classify(jaxpr, kinds)
-    after = uses(jaxpr, results)
-    low = casting.low
-    dtypes = {v: stored_dtype(v, kind, after[v], low) for v, kind in kind_of.items()}
-    dtypes |= zip(program.ins, takes, strict=True)
-    return Facts(program, kind_of, dtypes, after, casting)
+    kinds = classify(jaxpr, in_kinds)
+    use_of = uses(jaxpr, result_uses)
+    dtypes = {}
+    for v, kind in kinds.items():
+        dtypes[v] = stored_dtype(v, kind, use_of[v], casting.low)
+    dtypes.update(zip(program.ins, in_dtypes, strict=True))
+    return Facts(
+        program=program,
+        kinds=kinds,
+        dtypes=dtypes,
+        uses=use_of,
+        casting=casting,
+    )
 
 
 def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
-    """The dtype in which a value of this kind and use is stored, if it is.
+    """The dtype in which to store a value of this kind and use, if it is stored.
 
-    The result of a product is in 16 bits already. A SUM is stored in 16 bits only if a
-    product depends on it and it is read past a product. Any other SUM is in float32
-    unless only products read it. The rule looks at use, and not at which program holds
-    the reader: so a `scan` or `cond` around the reader does not change the dtype.
+    A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if it feeds a product
+    and is live across one. Any other value has the dtype in which it was traced;
+    `store` may still round it, if only products read it. The rule depends on the use,
+    and not on the program that holds the reader: a `scan` or `cond` around the reader
+    does not change the dtype.
     """
+    traced = dtype_in(v)
     is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and use == BOTH)
-    return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)
+    if is_low and traced == FLOAT32:
+        return low
+    return traced

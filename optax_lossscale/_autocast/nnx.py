@@ -1,13 +1,18 @@
-"""Objects of Flax NNX, such as modules, which a traced function may change in place.
+"""Carries Flax NNX objects, which a function may change in place, through a trace.
 
-The arguments of a function are `split` into trees of arrays outside of the trace, and
-`merge` makes objects of these inside. After the call, the arguments and results are
-split inside, and merged outside. So each object that goes in comes out as the same
-object, changed as it would be without a trace. Both ways have to be in one context,
-`changes_kept`.
+A traced function must not change an object from outside of the trace. So the objects
+among its arguments, such as modules, are taken apart and put together again twice:
 
-Where no program has imported Flax, there are no such objects, and `split` and `merge`
-return what they take.
+1. Outside of the trace, `split` turns the arguments into trees of arrays.
+2. Inside, `merge` builds new objects from the traced arrays, for the function to use.
+3. Inside, `split` turns these objects, and the results, into trees of traced arrays.
+4. Outside, `merge` writes the new arrays into the caller's own objects.
+
+Afterwards, each object has changed as it would have without a trace. The context
+`changes_kept` surrounds all four calls, so that NNX recognizes the objects.
+
+If no program has imported Flax, there are no such objects, and `split` and `merge`
+return their arguments.
 """
 
 import contextlib
@@ -22,16 +27,16 @@ _TAG = "optax_lossscale"  # by which NNX finds the objects of one call
 
 
 class _Split(NamedTuple):
-    """An object of NNX, split into a graph, which is static, and a tree of arrays."""
+    """An NNX object, split into a static graph and a tree of arrays."""
 
     graph: Any
     state: Any
 
 
-class _AsItIs:
-    """An object of NNX that stays whole, as NNX lets no one change it in this trace.
+class _Unsplit:
+    """Holds an NNX object that stays whole, as NNX forbids changing it in this trace.
 
-    It is no tree, so that JAX takes the object for a leaf.
+    This class is not a pytree, so JAX treats it and the object as one leaf.
     """
 
     def __init__(self, x: Any):
@@ -39,18 +44,20 @@ class _AsItIs:
 
 
 def objects(tree: Any) -> list[Any]:
-    """The objects of NNX in a tree: modules, variables, optimizers and so on."""
+    """Returns the NNX objects in a tree: modules, variables, optimizers and so on."""
     return find_nodes(_is_object, tree)
 
 
 def changes_kept() -> contextlib.AbstractContextManager[Any]:
-    """The context for `split` and `merge`, which knows objects across the trace."""
+    """The context around `split` and `merge`, in which NNX remembers the objects."""
     nnx = _nnx()
-    return contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG)
+    if nnx is None:
+        return contextlib.nullcontext()
+    return nnx.update_context(_TAG)
 
 
 def split(tree: Any) -> Any:
-    """A tree with its objects of NNX split; one in two places gives arrays once."""
+    """Splits each NNX object in a tree; arrays of a shared object appear only once."""
     nnx = _nnx()
     if nnx is None:
         return tree
@@ -59,49 +66,54 @@ def split(tree: Any) -> Any:
         def split_node(x):
             if not _is_object(x):
                 return x
-            return _Split(*context.split([x])) if _may_change(x) else _AsItIs(x)
+            if not _may_change(x):
+                return _Unsplit(x)
+            graph, state = context.split([x])
+            return _Split(graph, state)
 
         return jax.tree.map(split_node, tree, is_leaf=_is_object)
 
 
 def merge(tree: Any, inside: bool) -> Any:
-    """A split tree with its objects merged again, `inside` of the trace or outside."""
+    """Merges the objects of a split tree again, `inside` of the trace or outside."""
     nnx = _nnx()
     if nnx is None:
         return tree
     with nnx.merge_context(_TAG, inner=inside) as context:
 
         def merge_node(x):
-            if isinstance(x, _AsItIs):
+            if isinstance(x, _Unsplit):
                 return x.x
             if not _is_split(x):
                 return x
-            # The context's own `merge` would copy a `jax.Ref`, to which others write.
-            return context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
+            # `context.merge` would copy a `jax.Ref`, to which other code writes.
+            state = nnx.to_flat_state(x.state)
+            nodes = context.unflatten(x.graph, state)
+            return nodes[0]
 
         return jax.tree.map(merge_node, tree, is_leaf=_is_split)
 
 
 def _nnx() -> Any:
-    """Flax NNX; None where no program has imported it."""
+    """The module `flax.nnx`, or None if no program has imported it."""
     return sys.modules.get("flax.nnx")
 
 
 def _is_object(x: Any) -> bool:
-    """Whether `x` is an object of NNX, which functions may change in place."""
+    """Whether `x` is an NNX object, which a function may change in place."""
     return is_of_nnx(x, "Variable", "Pytree")
 
 
 def _is_split(x: Any) -> bool:
-    """Whether `x` stands for an object of NNX that was split."""
+    """Whether `x` stands for an NNX object that was split."""
     return isinstance(x, _Split)
 
 
 def _may_change(x: Any) -> bool:
-    """Whether NNX lets the variables of an object be changed in the current trace.
+    """Whether NNX allows changes to an object's variables in the current trace.
 
-    It does not if the traced function closes over the object.
+    It forbids them if the traced function closes over the object.
     """
     variables = [node for _, node in _nnx().iter_graph(x) if is_variable(node)]
-    # NNX has no public attribute that tells.
+    # NNX has no public attribute for this.
     return all(v._trace_state.is_valid() for v in variables)

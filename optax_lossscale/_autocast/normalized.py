@@ -1,18 +1,28 @@
-"""Find values minus their own mean, or over their own norm, by how they are computed.
+"""Finds values minus their own mean, or over their own norm, by how they are computed.
 
-What is minus its mean has about the size that it had, and what is over its norm about
-the size 1, so that 16 bits can hold either. But mean and norm have to be its own: over
-the norm of another value, or over a mean, which may be 0, a value may have any size.
+A value minus its mean keeps about its size, and a value over its norm has about the
+size 1, so 16 bits can hold either. But this is true only of a value's own mean and
+norm. Divided by the norm of another value, or by a mean, which may be 0, a value may
+have any size.
 
-So each result on the way has a *role*: what it is, and of which value. The results of
-`x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, its power (three
-times: the sum, the sum over 8, and that plus the epsilon), its inverse norm, and `x`
-normalized. The roles of `x` minus its mean are *centred*: their power is the variance
-of `x`.
+So each intermediate result gets a *role*, which tells how it was computed from its
+source value. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`.
+In order, their roles are:
 
-The axes of a mean or a norm are not looked at, nor is the order of its numbers. So rows
-over the norms of each other count as normalized, though they may have any size. No
-common model divides so; if 16 bits overflow in one that does, the loss scale shows it.
+    x * x            "squares"
+    sum(_)           "power"
+    _ / 8            "power"
+    _ + 1e-6         "power"
+    rsqrt(_)         "inverse norm"
+    x * _            "normalized"
+
+If the source is a value minus its mean, the roles are *centred*: a centred power is the
+variance of `x`.
+
+The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
+that are divided by the norms of other rows count as normalized, though they may have
+any size. No common model does that. If one does and 16 bits overflow, the loss scale
+shows it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,20 +37,20 @@ from optax_lossscale._programs.work import terms_of
 
 
 class Role(NamedTuple):
-    """What a result is, in the normalization of a value."""
+    """The part that a result plays in the normalization of its source value."""
 
-    of: Any  # the value, a variable; None for what is computed from literals alone
-    what: str  # a word of `_MADE`, or "number" for what is computed from literals alone
-    is_centred: bool = False  # whether it is that of the value minus its mean
-    # The number of terms summed, divided by the divisor: 1 for a mean, 8 for a sum of 8
+    source: Any  # a variable; None for a number computed from literals alone
+    name: str  # a value of `_RULES`, or "number" if computed from literals alone
+    is_centred: bool = False  # whether its source has had the mean subtracted
+    # The number of summed terms over the divisor: 1 for a mean, 8 for a sum of 8 terms
     terms: float = 1
-    value: Any = 1  # of a literal; what is computed from several counts as 1
+    value: Any = 1  # of a literal; a number computed from several literals counts as 1
 
 
-# What an operation makes of roles of one value. The cell `formula` in the row of the
-# operation is the first word: "at least" is a sum or a maximum, a "choice" a
-# `select_n`, and the other words say themselves what they are.
-_MADE: dict[tuple[str | None, ...], str] = {
+# Which role an operation computes from the roles of its operands, which all have the
+# same source. The first word is the cell `formula` in the operation's row: "at least"
+# stands for a sum or a maximum, and "choice" for `select_n`.
+_RULES: dict[tuple[str | None, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
     ("over", "sum"): "sum",
@@ -66,96 +76,114 @@ _MADE: dict[tuple[str | None, ...], str] = {
     ("times", "value", "inverse norm"): "normalized",
     ("times", "inverse norm", "value"): "normalized",
 }
-# The least and the largest number that may be beside a role, or after it, without
-# changing what the result is
-_LEFT_OUT = {
+# The smallest and largest number that an operation may combine with a role without
+# changing what the result is. Such numbers are left out of the lookup in `_RULES`.
+_NEUTRAL_NUMBERS = {
     "at least": (0, np.inf),
     "choice": (1, np.inf),
     "minus": (0, 0),
     "over": (1, np.inf),
 }
-# The least `terms` of a power that counts as a mean. Those of a mean over n devices are
-# 1/n, as its sum counts as one term.
-_FEWEST = 2**-12
+# The smallest `terms` of a power that counts as a mean. A mean over n devices has
+# 1/n terms, because its sum counts as one term.
+_FEWEST_TERMS = 2**-12
+_REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 
 
 def role_of(
     eqn: JaxprEqn, are_factors: Sequence[bool], roles: Mapping[Var, Role]
 ) -> Role | None:
-    """The role of the result of an equation; None if it has none, or several results.
+    """The role of an equation's result; None if it has none, or several results.
 
     Args:
       eqn: the equation.
       are_factors: whether each operand is a parameter, a mask or a literal of about
         the size 1.
-      roles: the roles of earlier results; any other variable is a value of its own.
+      roles: the roles of earlier results. Any other variable is the source of its own
+        roles, and has the role "value".
     """
     if len(eqn.outvars) != 1:
         return None
     operands = [_role_of_operand(v, roles) for v in eqn.invars]
     if _rearranges(eqn):
         return operands[0]
-    if all(role.of is None for role in operands):
+    if all(role.source is None for role in operands):
         return Role(None, "number")
     formula = row_of(eqn).formula
-    is_of_a_number = formula in ("minus", "over") and operands[0].of is None
-    is_other_power = eqn.params.get("y", 2) != 2  # the exponent of an `integer_pow`
-    if is_of_a_number or is_other_power:
+    starts_with_number = operands[0].source is None
+    if formula in ("minus", "over") and starts_with_number:
         return None
-    parts: list[Role] = []
+    exponent = eqn.params.get("y", 2)
+    if exponent != 2:  # an `integer_pow` other than the square
+        return None
+    parts = []
     for v, role, is_factor in zip(eqn.invars, operands, are_factors, strict=True):
-        is_left_out = is_factor if formula == "times" else _is_left_out(role, formula)
-        if is_inexact(v) and not is_left_out:
+        is_neutral = is_factor if formula == "times" else _is_neutral(role, formula)
+        if is_inexact(v) and not is_neutral:
             parts.append(role)
-    return _made_of(parts, eqn, divisor=operands[-1])
+    return _combined(parts, eqn, divisor=operands[-1])
 
 
 def is_normalized(role: Role) -> bool:
     """Whether this is a value over its norm, or minus its mean."""
-    return role.what == "normalized" or (role.is_centred and role.what == "value")
+    if role.name == "value":
+        return role.is_centred
+    return role.name == "normalized"
 
 
-def _made_of(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None:
-    """The role that an equation makes of roles, by the table; None if it has none.
+def _combined(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None:
+    """Combines the roles of operands by `_RULES`; None if no rule fits.
 
-    Roles of different values make none. The `divisor` is the last operand's role.
+    Roles of different sources cannot be combined. The `divisor` is the last operand's
+    role.
     """
     formula = row_of(eqn).formula
-    what = _MADE.get((formula, *[role.what for role in parts]))
-    sources = {(role.of, role.is_centred) for role in parts}
-    if what is None or len(sources) != 1:
+    name = _RULES.get((formula, *[role.name for role in parts]))
+    if name is None:
         return None
-    ((value, is_centred),) = sources
+    first = parts[0]
+    for role in parts:
+        if role.source != first.source or role.is_centred != first.is_centred:
+            return None
     subtracts_mean = formula == "minus" and len(parts) == 2
     terms = max(role.terms for role in parts) * terms_of(eqn)
-    if formula == "over" and divisor.of is None:
+    if formula == "over" and divisor.source is None:
         terms /= divisor.value
-    # `x / sqrt(mean(x * x) / 1e6)` would be large, and `x - sum(x)` is not `x` minus
-    # its mean.
-    if terms < _FEWEST or (subtracts_mean and terms > 1):
+    # `x / sqrt(mean(x * x) / 1e6)` would be large.
+    if terms < _FEWEST_TERMS:
         return None
-    return Role(value, what, is_centred or subtracts_mean, terms)
+    # `x - sum(x)` is not `x` minus its mean.
+    if subtracts_mean and terms > 1:
+        return None
+    return Role(
+        source=first.source,
+        name=name,
+        is_centred=first.is_centred or subtracts_mean,
+        terms=terms,
+    )
 
 
 def _role_of_operand(v: Var | Literal, roles: Mapping[Var, Role]) -> Role:
-    """The role of an operand."""
     if isinstance(v, Literal):
         return Role(None, "number", value=v.val)
     return roles.get(v, Role(v, "value"))
 
 
 def _rearranges(eqn: JaxprEqn) -> bool:
-    """Whether the result has all numbers of the one operand, in another order."""
-    its_traits = traits(eqn)
-    moves = its_traits & (Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS)
-    return bool(moves) and len(eqn.invars) == 1 and Trait.SELECTS not in its_traits
-
-
-def _is_left_out(role: Role, formula: str | None) -> bool:
-    """Whether a role is a number that does not change what the result is."""
-    number = role.value
-    if role.of is not None or formula not in _LEFT_OUT or np.iscomplexobj(number):
+    """Whether the result has all numbers of the only operand, in another order."""
+    eqn_traits = traits(eqn)
+    if len(eqn.invars) != 1 or Trait.SELECTS in eqn_traits:
         return False
-    least, largest = _LEFT_OUT[formula]
-    # NaN, which `jnp.var` may choose, is neither less nor larger.
-    return not (number < least or number > largest)
+    return bool(eqn_traits & _REARRANGING)
+
+
+def _is_neutral(role: Role, formula: str | None) -> bool:
+    """Whether an operand is a number that does not change what the result is."""
+    number = role.value
+    is_number = role.source is None and not np.iscomplexobj(number)
+    if not is_number or formula not in _NEUTRAL_NUMBERS:
+        return False
+    smallest, largest = _NEUTRAL_NUMBERS[formula]
+    # Written so that NaN, which `jnp.var` may choose, is neutral: no comparison with
+    # NaN is true.
+    return not (number < smallest or number > largest)

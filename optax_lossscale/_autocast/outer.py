@@ -1,8 +1,9 @@
 """An outer product as a multiplication.
 
-A `dot_general` that sums nothing stays in float32, and so would its derivatives, which
-are matrix products that sum. As a multiplication, its derivatives are multiplications
-and sums, which a compiler fuses.
+`jnp.einsum("i,j->ij", x, y)` is a `dot_general` that sums nothing, and runs in float32.
+Its derivatives are matrix products that do sum, and they would run in float32 as well.
+If it is computed as `x[:, None] * y[None, :]` instead, its derivatives are
+multiplications and sums, which a compiler fuses.
 """
 
 import jax
@@ -14,13 +15,18 @@ from optax_lossscale._programs.values import shape_in
 
 
 def outer_product(eqn: JaxprEqn, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The result of a `dot_general` that sums nothing, by one multiplication."""
+    """Computes a `dot_general` that sums nothing by one multiplication."""
     _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
     n_batch = len(batch_x)
-    # The axes of the batch come first, then those of x alone, then those of y alone.
+    # The result has the batch axes first, then the axes of x, then the axes of y.
     x = jnp.moveaxis(x, batch_x, range(n_batch))
     y = jnp.moveaxis(y, batch_y, range(n_batch))
-    of_y = range(x.ndim, x.ndim + y.ndim - n_batch)
-    product = lax.expand_dims(x, of_y) * lax.expand_dims(y, range(n_batch, x.ndim))
-    # The contracted axes, of length 1, are left out.
-    return product.reshape(shape_in(eqn.outvars[0]))
+    n_axes = x.ndim + y.ndim - n_batch
+    axes_of_x = range(n_batch, x.ndim)
+    axes_of_y = range(x.ndim, n_axes)
+    x = lax.expand_dims(x, axes_of_y)
+    y = lax.expand_dims(y, axes_of_x)
+    product = x * y
+    # Contracted axes have length 1, and the result lacks them.
+    shape = shape_in(eqn.outvars[0])
+    return product.reshape(shape)

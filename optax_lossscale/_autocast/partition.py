@@ -1,10 +1,9 @@
 """Divides the equations of a program into islands and the equations between them.
 
-An island has the equations that depend on products and are cheap enough to be
-recomputed in the backward pass. It ends where an equation that cannot be in an island,
-such as the next product, reads one of its results. The parts of
-`exp(tanh(x @ a)) @ b` are the first product, an island with `tanh` and `exp`, and the
-second product.
+An island is made of equations that depend on products and are cheap enough to be
+recomputed in the backward pass. It ends where one of its results is read by an equation
+that cannot join it, such as the next product. The parts of `exp(tanh(x @ a)) @ b` are
+the first product, an island with `tanh` and `exp`, and the second product.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,32 +20,34 @@ Island = list[JaxprEqn]
 def partition(
     eqns: Sequence[JaxprEqn], seeds: Iterable[Var]
 ) -> list[Island | JaxprEqn]:
-    """The islands of a program, and the equations that run by themselves, in order.
+    """Returns the islands of a program, and the equations outside of them, in order.
 
-    Each part reads results of earlier parts only. An equation is in an island if it is
-    cheap and depends on a seed. Any other equation comes before the island that is
-    growing, unless it reads one of the island's results.
+    Each part reads only results of earlier parts. An equation is in an island if it is
+    cheap and depends on a seed. While an island grows, the other equations that do not
+    read its results are moved before it.
 
     Args:
       eqns: the equations of the program.
-      seeds: the values from which islands grow, such as results of products.
+      seeds: the values from which islands grow, such as the results of products.
     """
     parts: list[Island | JaxprEqn] = []
     island: Island = []
-    made: set[Var] = set()  # the results of the island's equations
-    from_seeds = set(seeds)  # the seeds, and all that is computed from them
+    island_results = set()
+    from_seeds = set(seeds)  # the seeds, and all values computed from them
     for eqn in eqns:
         reads = variables(eqn.invars)
-        is_from_seeds = not from_seeds.isdisjoint(reads)
-        if is_from_seeds:
+        depends_on_seed = not from_seeds.isdisjoint(reads)
+        if depends_on_seed:
             from_seeds.update(eqn.outvars)
-        if is_from_seeds and is_cheap(eqn):
+        if depends_on_seed and is_cheap(eqn):
             island.append(eqn)
-            made.update(eqn.outvars)
+            island_results.update(eqn.outvars)
             continue
-        if not made.isdisjoint(reads):
+        if not island_results.isdisjoint(reads):
             parts.append(island)
             island = []
-            made = set()
+            island_results = set()
         parts.append(eqn)
-    return [*parts, island] if island else parts
+    if island:
+        parts.append(island)
+    return parts

@@ -1,9 +1,9 @@
 """Makes the plan of a program: what each step casts, and what each region stores.
 
-A product takes and gives 16 bits. The island after it reads its result, computes in
-float32, and casts to 16 bits what the next product reads, and the sums of a stream. A
-step that holds products, such as a `scan`, has a plan for each of its programs, made
-from the kinds and dtypes of its operands, and the uses and dtypes of its results.
+`facts` and `store` do most of the work. This file applies them to the program, and to
+the programs in each equation that is rewritten. A `scan`, for example, becomes a step
+with a plan for its body. That plan depends on the scan's place in the program around
+it: on the kinds and dtypes of its operands, and on the uses and dtypes of its results.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from optax_lossscale._autocast.classify import Kind, kinds_inside, kinds_of
+from optax_lossscale._autocast.classify import Kind, Kinds, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import is_rewritten
 from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
-from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
+from optax_lossscale._autocast.uses import NEITHER, Uses, results_inside, uses_inside
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
@@ -29,12 +29,12 @@ from optax_lossscale._programs.walk import carried_by, first_inside, result_prog
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How a program is run; printed, it has a line for each region."""
+    """How a program is run. Print it to see a line for each region."""
 
-    takes: tuple[Any, ...]  # the dtypes of its arguments
-    gives: tuple[Any, ...]  # the dtypes of its results
+    in_dtypes: Sequence[Any]  # the dtypes of the program's arguments
+    out_dtypes: Sequence[Any]  # the dtypes of its results
     program: Flat
-    regions: tuple[Region, ...]
+    regions: Sequence[Region]
     casting: Casting
 
     def __str__(self) -> str:
@@ -44,98 +44,129 @@ class Plan:
 def plan_for(
     jaxpr: Any, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
 ) -> Plan:
-    """The plan for a program that was traced in float32.
+    """Makes the plan for a program that was traced in float32.
 
     Args:
       jaxpr: the program.
-      args: its arguments; the plan takes those in the low dtype as they are.
-      kinds: their kinds.
-      casting: how it is rewritten.
+      args: its arguments. The plan accepts an argument in the low dtype without a cast.
+      kinds: the kinds of its arguments.
+      casting: the options of the rewrite.
     """
     traced = open_jaxpr(jaxpr)
-    takes = tuple(
-        casting.low if dtype_in(x) == casting.low else dtype_in(v)
-        for x, v in zip(args, traced.invars, strict=True)
+    in_dtypes = []
+    for x, v in zip(args, traced.invars, strict=True):
+        is_low = dtype_in(x) == casting.low
+        in_dtypes.append(casting.low if is_low else dtype_in(v))
+    out_dtypes = tuple(dtypes_in(traced.outvars))
+    result_uses = (NEITHER,) * len(out_dtypes)
+    return _plan(
+        jaxpr, tuple(in_dtypes), out_dtypes, tuple(kinds), result_uses, casting
     )
-    gives = tuple(dtypes_in(traced.outvars))
-    nothing = (NOTHING,) * len(gives)  # nothing is done with results
-    return _plan(jaxpr, takes, gives, tuple(kinds), nothing, casting)
 
 
 @cached_by_program
 def _plan(
     jaxpr: Any,
-    takes: tuple[Any, ...],
-    gives: tuple[Any, ...],
-    kinds: tuple[Kind, ...],
-    results: Uses,
+    in_dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any],
+    kinds: Kinds,
+    result_uses: Uses,
     casting: Casting,
 ) -> Plan:
-    """The plan for a program in an equation, or for the whole one.
+    """Makes the plan for a whole program, or for a program in an equation.
 
     Args:
       jaxpr: the program.
-      takes: the dtypes of its arguments.
-      gives: the dtypes of its results.
+      in_dtypes: the dtypes of its arguments.
+      out_dtypes: the dtypes of its results.
       kinds: the kinds of its arguments.
-      results: what is done with its results.
-      casting: how it is rewritten.
+      result_uses: the uses of its results.
+      casting: the options of the rewrite.
     """
     eqns = flat(jaxpr).eqns
-    # JAX adds a `reduce_precision` to what it keeps by name, and runs it in the mesh
-    # around the program. If equations have different meshes, that may be the wrong one,
-    # so nothing is kept by name.
-    if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
+    # To keep a value by name, JAX adds a `reduce_precision`, and runs it in the mesh
+    # around the program. If equations have different meshes, that can be the wrong
+    # mesh, so nothing is kept by name.
+    meshes = {eqn.ctx.cur_abstract_mesh for eqn in eqns}
+    if len(meshes) > 1:
         casting = casting._replace(keeps_reductions=False)
-    facts = facts_of(jaxpr, takes, kinds, results, casting)
+    facts = facts_of(jaxpr, in_dtypes, kinds, result_uses, casting)
     rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
-    return Plan(takes, gives, facts.program, store(facts, rewritten), casting)
+    regions = store(facts, rewritten)
+    return Plan(
+        in_dtypes=in_dtypes,
+        out_dtypes=out_dtypes,
+        program=facts.program,
+        regions=regions,
+        casting=casting,
+    )
 
 
 def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
-    """The step of an equation that is rewritten, with the plans for its programs."""
-    kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
-    results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
-    operands, takes, gives = _dtypes_of(facts, eqn, kinds, results)
+    """Makes the step of an equation that is rewritten, with plans for its programs."""
+    outer_kinds = kinds_of(eqn.invars, facts.kinds)
+    kinds = kinds_inside(eqn, outer_kinds)
+    outer_uses = tuple(facts.uses[v] for v in eqn.outvars)
+    result_uses = results_inside(eqn, outer_uses)
+    operand_dtypes, in_dtypes, out_dtypes = _dtypes_of(facts, eqn, kinds, result_uses)
     casting = facts.casting
-    if Trait.SCANS in traits(eqn):  # whose passes no compiler merges
+    # No compiler merges the forward and the backward pass of a scan.
+    if Trait.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
     first = first_inside(eqn)
-    inside = tuple(takes[first:]), tuple(gives), tuple(kinds[first:]), results, casting
-    plans = [_plan(program, *inside) for program in result_programs(eqn)]
-    return Step(eqn, operands, plans)
+    plans = []
+    for program in result_programs(eqn):
+        plan = _plan(
+            program,
+            tuple(in_dtypes[first:]),
+            tuple(out_dtypes),
+            tuple(kinds[first:]),
+            result_uses,
+            casting,
+        )
+        plans.append(plan)
+    return Step(eqn, operand_dtypes, plans)
 
 
 def _dtypes_of(
-    facts: Facts, eqn: JaxprEqn, kinds: Sequence[Kind], results: Uses
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """The dtypes of an equation's operands, and those its programs take and give.
+    facts: Facts, eqn: JaxprEqn, kinds: Kinds, result_uses: Uses
+) -> tuple[list[Any], ...]:
+    """The dtypes at the boundary between a rewritten equation and its programs.
 
     Args:
-      facts: the facts about the program around it.
+      facts: the facts about the program around the equation.
       eqn: the equation.
       kinds: the kinds that its operands have inside.
-      results: what is done with the results of its programs.
+      result_uses: the uses of its programs' results.
+
+    Returns:
+      Three lists: the dtype to which each operand is cast, the dtype in which the
+      programs read each operand, and the dtype of each of the programs' results. The
+      second list has an entry for every operand, also for those before `first_inside`,
+      which no program reads.
     """
-    takes = [
-        dtype_in(v) if isinstance(v, Literal) else facts.dtypes[v] for v in eqn.invars
-    ]
-    gives = [facts.dtypes[v] for v in eqn.outvars]
+    in_dtypes = []
+    for v in eqn.invars:
+        is_literal = isinstance(v, Literal)
+        in_dtypes.append(dtype_in(v) if is_literal else facts.dtypes[v])
+    out_dtypes = [facts.dtypes[v] for v in eqn.outvars]
     carried = carried_by(eqn)
     if Trait.SCANS in traits(eqn):
-        # Every round reads the constants, so their gradients are sums over the rounds:
-        # in float32, if the constants are.
-        takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
-    operands = list(takes)
-    # The body takes and gives its carry in 16 bits where it would store it so. If it
-    # takes 16 bits but gives float32, the loop carries float32, and each round rounds
-    # what it takes. So the last result is not rounded.
-    of_operands = uses_inside(eqn, results)
+        # Every round reads the constants, so their gradients are sums over the rounds.
+        # Constants that were traced in float32 stay in float32, for the sums.
+        constants = eqn.invars[: carried.start]
+        in_dtypes[: carried.start] = dtypes_in(constants)
+    operand_dtypes = list(in_dtypes)
+    # The body reads and returns its carry in 16 bits where it would store it in 16
+    # bits. If it reads 16 bits but returns float32, the loop carries float32, and each
+    # round casts the carry that it reads. So the last round's result is not rounded.
+    operand_uses = uses_inside(eqn, result_uses)
     for j, n in enumerate(carried):
         v = eqn.invars[n]
-        takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
-        gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
-        operands[n] = takes[n] if takes[n] == gives[j] else dtype_in(v)
-    return operands, takes, gives
+        in_dtypes[n] = stored_dtype(v, kinds[n], operand_uses[n], facts.low)
+        out_dtypes[j] = stored_dtype(v, kinds[n], result_uses[j], facts.low)
+        is_same = in_dtypes[n] == out_dtypes[j]
+        operand_dtypes[n] = in_dtypes[n] if is_same else dtype_in(v)
+    return operand_dtypes, in_dtypes, out_dtypes

@@ -1,11 +1,15 @@
-"""Which products are narrowed, which programs are rewritten, and why others are left.
+"""Decides which products are narrowed and which equations are rewritten.
 
-A product is narrowed if its operands and its result are float32, and it asks neither
-for HIGHEST precision nor for an algorithm. An equation may be rewritten if its programs
-can be replaced, and nothing speaks against it, as in a `while` that waits for a number
-to converge. It is rewritten if, besides, its programs have something to change, or a
-rule that is not seen may have. `reasons_left` gives the reasons in `autocast`'s warning
-that it narrows nothing.
+A product is narrowed if its operands and its result are float32, and if it asks neither
+for HIGHEST precision nor for an algorithm.
+
+An equation that holds programs, such as a `scan`, *may be rewritten* if other programs
+can take the place of those that it holds, and if nothing forbids it. Rewriting is
+forbidden in a `while` that waits for a number to converge, for example. The equation
+*is rewritten* if, in addition, its programs contain something to change. A `custom_vjp`
+has a rule that is not traced yet and may contain something to change, so it counts.
+
+If `autocast` narrows nothing, it warns with the reasons from `reasons_left`.
 """
 
 from typing import Any
@@ -39,9 +43,9 @@ from optax_lossscale._programs.work import (
 )
 
 SCOPE = "ols.autocast"
-"""The name of the scope of what `autocast` runs, and of the values that it keeps."""
+"""The scope in which `autocast` runs programs, and the name of the values it keeps."""
 
-_NARROWED = ""  # what becomes of a product that is narrowed
+_NARROWED = ""  # the outcome of a product that is narrowed; other outcomes are reasons
 _AT_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
     "precision='highest' for the products that need it)"
@@ -56,19 +60,24 @@ def is_narrowed(eqn: JaxprEqn) -> bool:
 
 
 def is_outer_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `dot_general` that sums nothing, and may be replaced.
+    """Whether an equation is a `dot_general` that `outer_product` can replace.
 
-    A multiplication replaces it: see `outer_product`.
+    It can replace a float32 one that sums nothing, unless it has an output sharding.
     """
-    if Trait.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
+    if Trait.OUTER not in traits(eqn):
+        return False
+    if eqn.params.get("out_sharding") is not None:
         return False
     return multiplies_once(eqn) and _is_plain(eqn)
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
-    """Whether a product takes and gives float32, and does not ask for HIGHEST."""
-    dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
-    return set(dtypes) == {FLOAT32} and not asks_for_highest(eqn)
+    """Whether a product maps float32 to float32, and does not ask for HIGHEST."""
+    if asks_for_highest(eqn):
+        return False
+    operands = eqn.invars[:2]
+    dtypes = dtypes_in([*operands, eqn.outvars[0]])
+    return set(dtypes) == {FLOAT32}
 
 
 def may_be_rewritten(eqn: JaxprEqn) -> bool:
@@ -77,19 +86,22 @@ def may_be_rewritten(eqn: JaxprEqn) -> bool:
 
 
 def is_rewritten(eqn: JaxprEqn) -> bool:
-    """Whether an equation is rewritten: its programs are changed, or its rule may be.
+    """Whether an equation runs its programs by plans of their own.
 
-    A `custom_vjp` always is, as its rule is not seen. A `custom_jvp` is only if its
-    function has products.
+    It does if they contain something to change. A `custom_vjp` always does, because its
+    rule is not traced yet and may have products. A `custom_jvp` does only if its
+    function has some.
     """
     if not may_be_rewritten(eqn):
         return False
-    return Trait.VJP in traits(eqn) or any(map(_is_changed, programs_in(eqn)))
+    if Trait.VJP in traits(eqn):
+        return True
+    return any(map(_is_changed, programs_in(eqn)))
 
 
 @cached_by_program
 def _is_changed(program: Any) -> bool:
-    """Whether a program has products to narrow or replace, or programs to rewrite."""
+    """Whether a program has products to narrow or replace, or equations to rewrite."""
     return any(
         is_narrowed(eqn) or is_outer_product(eqn) or is_rewritten(eqn)
         for eqn in open_jaxpr(program).eqns
@@ -97,36 +109,40 @@ def _is_changed(program: Any) -> bool:
 
 
 def usual_precision() -> Any:
-    """The precision of a product that asks for none, by the default around this call."""
+    """The default precision, around this call, of a product that asks for none."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
     return eqn.params["precision"]
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
-    """Why no product of a program is narrowed, and what to do, each reason once.
+    """Returns why no product is narrowed and what to do about it, each reason once.
 
-    There is no reason if some product is narrowed, and none for a product for which the
-    user asks for HIGHEST precision or an algorithm, or without operands in float32 or
-    float64.
+    There are no reasons if some product is narrowed. Some products never have a reason:
+    those for which the user asks for HIGHEST precision or an algorithm, and those
+    without an operand in float32 or float64.
     """
-    fates = _fates(program, usual_precision())
-    return () if _NARROWED in fates else fates
+    outcomes = _outcomes(program, usual_precision())
+    if _NARROWED in outcomes:
+        return ()
+    return outcomes
 
 
 @cached_by_program
-def _fates(program: Any, usual: Any) -> tuple[str, ...]:
-    """What becomes of the products of a program, each fate once.
+def _outcomes(program: Any, usual: Any) -> tuple[str, ...]:
+    """The outcome of each product in a program, without duplicates.
 
-    It is `_NARROWED`, or the reason why a product is left. `usual` is the precision of
-    products that ask for none.
+    An outcome is `_NARROWED`, or the reason why the product is not narrowed. `usual` is
+    the precision of products that ask for none.
     """
-    eqns = open_jaxpr(program).eqns
-    return tuple(dict.fromkeys(fate for eqn in eqns for fate in _fates_in(eqn, usual)))
+    distinct = {}
+    for eqn in open_jaxpr(program).eqns:
+        distinct.update(dict.fromkeys(_outcomes_of(eqn, usual)))
+    return tuple(distinct)
 
 
-def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
-    """What becomes of an equation that is a product, or of those in its programs."""
+def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str]:
+    """The outcome of an equation that is a product, or of the products inside of it."""
     if is_narrowed(eqn):
         return [_NARROWED]
     if is_product(eqn):
@@ -134,10 +150,14 @@ def _fates_in(eqn: JaxprEqn, usual: Any) -> list[str]:
         if {FLOAT32, FLOAT64}.isdisjoint(dtypes):
             return []
         if asks_for_highest(eqn):
-            return [_AT_DEFAULT] if eqn.params["precision"] == usual else []
+            if eqn.params["precision"] == usual:
+                return [_AT_DEFAULT]
+            return []
         others = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
         return [f"a product with {dtype} ({_CAST})" for dtype in others]
-    inside = [fate for program in programs_in(eqn) for fate in _fates(program, usual)]
+    inside = []
+    for program in programs_in(eqn):
+        inside += _outcomes(program, usual)
     if _NARROWED in inside and not may_be_rewritten(eqn):
         return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
     return inside
@@ -149,7 +169,7 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
         return f"a {name_of(eqn)}"
     if has_shardings(eqn):
         return "a jit with shardings"
-    if eqn.params.get("symbolic_zeros"):  # its rule would see other perturbations
+    if eqn.params.get("symbolic_zeros"):  # the rule would see other perturbations
         return "a derivative with symbolic zeros"
     if Trait.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
@@ -161,20 +181,22 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
 def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
-    It does not if its condition is computed from integers and booleans alone, such as a
-    count of rounds, and the body computes the next ones from these and from constants
-    of integers and booleans. A loop with a flag for each example of a `vmap` is taken
-    to wait.
+    It does not wait if integers and booleans alone decide when it ends, as with a count
+    of rounds. The condition then reads only such carries and constants, and the body
+    computes the next values of these carries from nothing else. A loop with a flag for
+    each example of a `vmap` counts as waiting.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
     if shape_in(condition.outvars[0]):
         return True
-    of_condition = condition.invars[eqn.params["cond_nconsts"] :]
-    of_body = body.invars[eqn.params["body_nconsts"] :]
+    condition_carry = condition.invars[eqn.params["cond_nconsts"] :]
+    body_carry = body.invars[eqn.params["body_nconsts"] :]
     read = needed_for(condition.outvars, made_by(condition.eqns))
-    counters = {n for n, v in enumerate(of_condition) if v in read}
+    counters = {n for n, v in enumerate(condition_carry) if v in read}
     next_counters = [body.outvars[n] for n in counters]
     read |= needed_for(next_counters, made_by(body.eqns))
-    reads_others = any(v in read for n, v in enumerate(of_body) if n not in counters)
+    for n, v in enumerate(body_carry):
+        if v in read and n not in counters:
+            return True
     inputs = [*condition.invars, *body.invars]
-    return reads_others or any(map(is_inexact, read.intersection(inputs)))
+    return any(map(is_inexact, read.intersection(inputs)))

@@ -1,9 +1,12 @@
-"""Which islands the backward pass recomputes, and which of their results are kept.
+"""Decides which islands the backward pass recomputes, and which results are kept.
 
-An island is recomputed from the values that it reads, unless it only moves numbers, or
-is part of an associative scan, which is known by its `pad` with gaps. A reduction in a
-recomputed island is a residual nevertheless where recomputing it would take another
-pass over a large array, for a few numbers.
+The backward pass recomputes an island from the values that it reads. Two sorts of
+islands are not recomputed: those that only move numbers, and those in an associative
+scan, which are recognized by a `pad` between the numbers of an array.
+
+In a recomputed island, some reductions are kept as residuals too: those that reduce a
+large array to a few numbers, and would need another pass over that array. An example
+is the sum over the vocabulary in a cross-entropy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,55 +23,74 @@ from optax_lossscale._programs.values import (
     variables,
 )
 
-_LEAST_TERMS = 32  # of a reduction whose result is worth keeping
+_LEAST_TERMS = 32  # a reduction of fewer terms is not worth keeping
 
 
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations compute floats, and are not part of an associative scan.
 
-    Each level of an associative scan pads with gaps between numbers, and is a pass over
-    memory of its own: not to recompute it saves Mamba bytes, at the cost of memory.
-    Equations that only move numbers compute nothing, and their derivatives need none of
-    their operands: not to recompute them saves a recommender bytes.
+    Equations that only move numbers compute nothing, and their derivatives read none of
+    their operands: not recomputing them saves bytes in a recommender. Each level of an
+    associative scan pads between numbers, and is a separate pass over memory: not
+    recomputing it saves bytes in Mamba, at the cost of memory.
     """
-    return any(map(_computes_floats, eqns)) and not any(map(_puts_gaps, eqns))
+    if any(map(_pads_between, eqns)):
+        return False
+    return any(map(_computes_floats, eqns))
 
 
 def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
-    """The reductions of a region that other equations in it read, and that are kept.
+    """Returns the results of reductions in a region that are kept as residuals.
 
-    To recompute one would take another pass over its operand. Keeping them saves bytes
-    in a cross-entropy over a large vocabulary, and in the batch norms of a ResNet.
+    Only reductions that other equations in the region read are kept. Recomputing one
+    would need another pass over its operand. Keeping them saves bytes in a
+    cross-entropy over a large vocabulary, and in the batch norms of a ResNet.
+
+    Args:
+      eqns: the equations of the region.
+      stored: the values that the region stores.
     """
     largest = max(size_of(v.aval) for v in stored)
     read_here = {v for eqn in eqns for v in variables(eqn.invars)}
-    reductions = {eqn.outvars[0] for eqn in eqns if _takes_a_pass(eqn, largest)}
-    return frozenset(reductions & read_here)
+    kept = set()
+    for eqn in eqns:
+        result = eqn.outvars[0]
+        if result in read_here and _needs_a_pass(eqn, largest):
+            kept.add(result)
+    return frozenset(kept)
 
 
 def _computes_floats(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes floats, and does not only move some."""
-    moves = traits(eqn) & (Trait.MOVES | Trait.PLACES)
-    return not moves and is_inexact(eqn.outvars[0])
+    """Whether an equation computes floats, instead of only moving them."""
+    if traits(eqn) & (Trait.MOVES | Trait.PLACES):
+        return False
+    return is_inexact(eqn.outvars[0])
 
 
-def _puts_gaps(eqn: JaxprEqn) -> bool:
+def _pads_between(eqn: JaxprEqn) -> bool:
     """Whether an equation pads between the numbers of its operand."""
-    return any(gap for _, _, gap in eqn.params.get("padding_config", ()))
+    padding = eqn.params.get("padding_config", ())
+    return any(interior for _, _, interior in padding)
 
 
-def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:
-    """Whether an equation is a reduction that takes a pass over memory for itself.
+def _needs_a_pass(eqn: JaxprEqn, largest: int) -> bool:
+    """Whether an equation is a reduction that needs a separate pass over memory.
 
     `largest` is the size of the largest array that its region stores.
     """
-    if Trait.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
+    result = eqn.outvars[0]
+    if Trait.REDUCES not in traits(eqn):
+        return False
+    if dtype_in(result) != FLOAT32:
         return False
     operand = eqn.invars[0]
-    n_before = size_of(operand.aval)
-    n_left = size_of(eqn.outvars[0].aval)
-    # A compiler fuses sums over rows with what is computed from them for the same rows,
-    # as in the softmax of attention. To keep these sums would move more bytes.
-    is_over_rows = eqn.params["axes"] == (len(shape_in(operand)) - 1,)
-    is_read_once = is_over_rows and largest >= n_before
-    return n_left * _LEAST_TERMS <= n_before and not is_read_once
+    n_terms = size_of(operand.aval)
+    n_results = size_of(result.aval)
+    # If the region also stores an array as large as the operand, a compiler fuses sums
+    # over rows with what is computed from them for the same rows, as in the softmax of
+    # attention. Keeping these sums would move more bytes.
+    last_axis = len(shape_in(operand)) - 1
+    is_over_rows = eqn.params["axes"] == (last_axis,)
+    if is_over_rows and largest >= n_terms:
+        return False
+    return n_results * _LEAST_TERMS <= n_terms

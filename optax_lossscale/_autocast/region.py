@@ -1,12 +1,20 @@
-"""Regions: the equations that run as one, what they cast, read and store.
+"""Regions: lists of equations that run as one, with what they cast, read and store.
 
-`region_of_island` and `region_of_equation` make a region from its equations and from
-what it stores. A step of an island casts its operands to the dtypes in which they were
-traced, unless it only moves numbers: then it takes them as they are stored. Some sums
-that are stored in 16 bits cast their operands to 16 bits instead. A region reads a
-value from outside in 16 bits if each step that reads the value casts it to 16 bits, or
-only moves it, to readers that need 16 bits. It reads any other value in the dtype that
-`facts` has for the value.
+`region_of_island` and `region_of_equation` build a region from its equations and the
+values that later regions read. They decide two things.
+
+What each step casts:
+
+- A product casts its operands to 16 bits.
+- A step that only moves numbers, also between devices, usually casts nothing: it runs
+  in the dtype in which its operands are stored.
+- Two kinds of steps cast their operands to 16 bits early: some sums that are stored in
+  16 bits, and moves that are not cheap, of values that only products read.
+- Any other step casts its operands to the dtypes in which they were traced.
+
+In which dtype the region reads a value from outside: in 16 bits if every step that
+reads the value either casts it to 16 bits, or only moves it to readers that need 16
+bits. Otherwise it is the dtype that `facts` has for the value.
 """
 
 import dataclasses
@@ -39,157 +47,183 @@ Dtypes = Mapping[Var, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation in a region, with the dtypes in which it takes its operands."""
+    """An equation in a region, with the dtypes to which it casts its operands."""
 
     eqn: JaxprEqn
-    # The dtype to which each operand is cast; None where it is read as it is stored
-    takes: Sequence[Any]
-    plans: Sequence["Plan"] = ()  # for the programs that it holds
+    # One dtype for each operand; None if it is read in the dtype in which it is stored
+    operand_dtypes: Sequence[Any]
+    plans: Sequence["Plan"] = ()  # for the programs in a rewritten equation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """An island or a part of one, or a step that runs by itself, such as a product."""
+    """An island, a part of an island, or a single step such as a product."""
 
     steps: Sequence[Step]
-    # The values from outside, each with the dtype in which the region would have it
-    # stored; if it is stored in another, the steps that need a cast make it
+    # The values from outside, with the dtypes in which the region needs them. If a
+    # value is stored in another dtype, the steps cast it.
     reads: Dtypes
-    stores: Dtypes  # the values for outside, with their dtypes
+    stores: Dtypes  # the values for later regions, with their dtypes
     is_recomputed: bool = False  # whether the backward pass recomputes its steps
     # The results of its steps that `jax.checkpoint` keeps as residuals
     kept_reductions: frozenset[Var] = frozenset()
 
 
 def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
-    """The region with the given equations of an island.
+    """Builds the region for the given equations of an island.
 
     Args:
       facts: the facts about the program.
       eqns: the equations, in order.
-      stores: those of their results that the region stores, with the dtypes for them.
+      stores: the results that the region stores, with their dtypes.
     """
+    low = facts.low
     rounding = _rounding_sums(facts, eqns, stores)
-    steps: list[Step] = []
+    steps = []
     for eqn in eqns:
-        casts = _rounding_casts if eqn in rounding else _usual_casts
-        steps.append(Step(eqn, casts(eqn, facts.low)))
+        operand_dtypes = _operand_dtypes(eqn, low, eqn in rounding)
+        steps.append(Step(eqn, operand_dtypes))
     reads = _reads(facts, steps, stores)
-    if not facts.casting.recomputes or not is_worth_recomputing(eqns):
-        return Region(steps, reads, stores)
-    kept: frozenset[Var] = frozenset()
-    if facts.casting.keeps_reductions:
+    casting = facts.casting
+    is_recomputed = casting.recomputes and is_worth_recomputing(eqns)
+    kept = frozenset()
+    if is_recomputed and casting.keeps_reductions:
         kept = kept_reductions(eqns, stores)
-    return Region(steps, reads, stores, is_recomputed=True, kept_reductions=kept)
+    return Region(
+        steps=steps,
+        reads=reads,
+        stores=stores,
+        is_recomputed=is_recomputed,
+        kept_reductions=kept,
+    )
 
 
 def region_of_equation(
-    facts: Facts, eqn: JaxprEqn, rewritten: Step | None, wanted: Dtypes
+    facts: Facts, eqn: JaxprEqn, rewritten: Step | None, live: Dtypes
 ) -> Region:
-    """The region of an equation that runs by itself, which stores all of its results.
+    """Builds the region for an equation outside of islands, which stores all its results.
 
-    What is sent, gets a name or is held by a barrier is in 16 bits if only products
-    read it. So devices send each other 16 bits, as in a model cast by hand, and not
-    float32. A cheap move, such as a transpose, is not cast first: a compiler fuses it
-    with the cast after it.
+    A value that is communicated, named or held by a barrier is cast to 16 bits first if
+    only products read it. So devices send each other 16 bits instead of float32, as in
+    a model cast by hand. A cheap move, such as a transpose, is not preceded by a cast:
+    a compiler fuses the move with the cast after it.
 
     Args:
       facts: the facts about the program.
       eqn: the equation.
-      rewritten: its step with the plans for its programs, if it is rewritten.
-      wanted: the values that are read later, with the dtypes for storing them.
+      rewritten: the step with the plans for its programs, if the equation is rewritten.
+      live: the values that are read later, with the dtypes in which to store them.
     """
     low = facts.low
-    results = {v: wanted.get(v, low) for v in eqn.outvars}
-    rounds_first = _moves_rounded(eqn, results, low) and Trait.CHEAP not in traits(eqn)
-    casts = _rounding_casts if rounds_first else _usual_casts
-    steps = [rewritten or Step(eqn, casts(eqn, low))]
-    stores = {
-        v: _rounded(facts, v) if rounds_first else facts.dtypes[v] for v in results
-    }
-    return Region(steps, _reads(facts, steps, results), stores)
+    results = {v: live.get(v, low) for v in eqn.outvars}
+    is_cheap = Trait.CHEAP in traits(eqn)
+    rounds_first = _moves_rounded(eqn, results, low) and not is_cheap
+    step = rewritten
+    if step is None:
+        operand_dtypes = _operand_dtypes(eqn, low, rounds_first)
+        step = Step(eqn, operand_dtypes)
+    reads = _reads(facts, [step], results)
+    stores = {v: _dtype_needed(facts, v, rounds_first) for v in eqn.outvars}
+    return Region([step], reads, stores)
 
 
-def joined_dtype(facts: Facts, v: Var, one: Any, other: Any) -> Any:
-    """The dtype in which to store a value for two readers, each of which needs a dtype.
+def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
+    """Records in `needed` that a reader needs the value `v` in `dtype`.
 
-    If the two dtypes differ, it is the one that `facts` has for the value.
+    If its readers need different dtypes, the value is needed in the dtype that `facts`
+    has for it, and the readers cast it.
     """
-    return one if one == other else facts.dtypes[v]
+    if needed.setdefault(v, dtype) != dtype:
+        needed[v] = facts.dtypes[v]
 
 
 def _rounding_sums(
     facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes
 ) -> set[JaxprEqn]:
-    """The sums of an island that cast their operands to 16 bits.
+    """The sums in an island that cast their operands to 16 bits.
 
-    They are the sums that are stored in 16 bits, and the sums from which one of those
-    is computed by way of SUMs alone, but for sums that broadcast an operand. So the
-    compiler need not store their operands in float32. This saves bytes in a ResNet and
-    in transformers, and in a ResNet memory as well.
+    They are the sums that are stored in 16 bits, and the sums from which those are
+    computed through SUMs alone. Sums that broadcast an operand are excepted. The
+    compiler then need not store the operands in float32. This saves bytes in a ResNet
+    and in transformers, and in a ResNet memory as well.
     """
     low = facts.low
-    rounded = {v for v, dtype in stores.items() if dtype == facts.dtypes[v] == low}
-    found: set[JaxprEqn] = set()
+    rounded = set()
+    for v, dtype in stores.items():
+        if dtype == facts.dtypes[v] == low:
+            rounded.add(v)
+    sums = set()
     for eqn in reversed(eqns):
         if rounded.isdisjoint(eqn.outvars):
             continue
-        operands = variables(eqn.invars)
-        rounded.update(v for v in operands if facts.kinds[v] == Kind.SUM)
+        for v in variables(eqn.invars):
+            if facts.kinds[v] == Kind.SUM:
+                rounded.add(v)
         if Trait.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn):
-            found.add(eqn)
-    return found
+            sums.add(eqn)
+    return sums
 
 
 def _is_of_one_shape(eqn: JaxprEqn) -> bool:
-    """Whether no operand is broadcast; the gradient of one that is would be a sum."""
-    return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
+    """Whether an equation broadcasts no operand.
+
+    The gradient of a broadcast operand is a sum, which needs float32.
+    """
+    atoms = [*eqn.invars, *eqn.outvars]
+    return len(set(map(shape_in, atoms))) == 1
 
 
-def _usual_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
-    """The dtype to which an equation casts each operand; None for as it is stored."""
+def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, is_rounding: bool) -> list[Any]:
+    """The dtype to which an equation casts each operand; None for no cast.
+
+    If it `is_rounding`, it casts its operands to 16 bits, and so returns 16 bits.
+    """
+    traced = dtypes_in(eqn.invars)
+    if is_rounding:
+        # The derivative of spreading an array over devices is a sum over the devices,
+        # which must run in float32. So `run` itself casts the operand, in a function
+        # with a custom derivative.
+        if Trait.SPREADS in traits(eqn):
+            return traced
+        return [low if dtype == FLOAT32 else dtype for dtype in traced]
     if is_narrowed(eqn):
         others = eqn.invars[2:]
         return [low, low] + [None] * len(others)
     if traits(eqn) & RUNS_AS_STORED:
-        return [None] * len(eqn.invars)
-    return dtypes_in(eqn.invars)
-
-
-def _rounding_casts(eqn: JaxprEqn, low: np.dtype) -> list[Any]:
-    """The dtypes to which an equation casts its operands so that it gives 16 bits."""
-    as_traced = dtypes_in(eqn.invars)
-    # The derivative of an operation that spreads is a sum over devices, in float32. So
-    # `run` casts the operand in a function with a derivative of its own.
-    if Trait.SPREADS in traits(eqn):
-        return as_traced
-    return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
+        return [None] * len(traced)
+    return traced
 
 
 def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
-    """The values that steps read from outside, each with the dtype that they need."""
+    """The values that steps read from outside, with the dtypes in which they need them.
+
+    `results` has the dtypes in which later regions need the results of the steps.
+    """
     low = facts.low
     needed = dict(results)
     for step in reversed(steps):
         is_low = _moves_rounded(step.eqn, needed, low)
-        for v, taken in zip(step.eqn.invars, step.takes, strict=True):
+        for v, cast_to in zip(step.eqn.invars, step.operand_dtypes, strict=True):
             if isinstance(v, Var):
-                is_rounded = is_low or taken == low
-                dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
-                needed[v] = joined_dtype(facts, v, dtype, needed.get(v, dtype))
-    made = made_by([step.eqn for step in steps])
-    return {v: dtype for v, dtype in needed.items() if v not in made}
+                is_rounded = is_low or cast_to == low
+                dtype = _dtype_needed(facts, v, is_rounded)
+                demand(facts, needed, v, dtype)
+    computed = made_by([step.eqn for step in steps])
+    return {v: dtype for v, dtype in needed.items() if v not in computed}
 
 
-def _rounded(facts: Facts, v: Var) -> Any:
-    """The dtype in which products need a value."""
-    return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
+def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
+    """The dtype in which readers need a value, if they round it or if they do not."""
+    if is_rounded and dtype_in(v) == FLOAT32:
+        return facts.low
+    return facts.dtypes[v]
 
 
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
-    """Whether an equation moves numbers that are all needed in 16 bits."""
-    its_traits = traits(eqn)
-    moves = its_traits & (RUNS_AS_STORED | Trait.SPREADS)
-    if not moves or Trait.ADDS_MANY in its_traits:
+    """Whether an equation only moves numbers, to readers that need them in 16 bits."""
+    eqn_traits = traits(eqn)
+    if not eqn_traits & (RUNS_AS_STORED | Trait.SPREADS):
+        return False
+    if Trait.ADDS_MANY in eqn_traits:
         return False
     return all(needed.get(v, low) == low for v in eqn.outvars)

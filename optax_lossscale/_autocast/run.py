@@ -1,21 +1,21 @@
-"""Run a program by its plan, region by region.
+"""Runs a program by its plan, region by region.
 
-Each region is a function from the values that it reads to those that it stores. A
-region that is recomputed is wrapped in `jax.checkpoint`, so that its residuals are the
-values that it reads and its `kept_reductions`, and no others. A step that holds
+Each region is a function from the values that it reads to the values that it stores. A
+region that the backward pass recomputes is wrapped in `jax.checkpoint`, so its only
+residuals are the values that it reads, and its `kept_reductions`. A step that holds
 programs runs each of them by its own plan, in the same way.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.alike import key_of_island
@@ -37,15 +37,15 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, name_of
 
-# The policy of regions that keep reductions, to which `_Runner` gives the name
-_KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
+# Keeps the results that `_run_region` names: those of `Region.kept_reductions`
+_SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(SCOPE)
 
-# How a step runs that has a derivative of the user's own; `enter` would lose the rule
+# How to run a step with a custom derivative; `enter` would lose the rule
 _WITH_RULE = {Trait.JVP: custom_jvp, Trait.VJP: custom_vjp}
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
-    """The results of a program, for arguments that are cast to what its plan takes."""
+    """Runs a program by its plan; the arguments are cast to the plan's dtypes."""
     return _Runner().run(plan, args)
 
 
@@ -53,9 +53,9 @@ class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
     JAX traces and differentiates a function once, and caches the result by the identity
-    of the function. So what runs in several places is one function: there is one for
-    each inner program, and one for all islands that compute the same, by the same
-    lines.
+    of the function. To profit from that, a runner makes one function for each plan of an
+    inner program, however many steps share the plan, and one for all islands in which
+    the same lines compute the same.
     """
 
     def __init__(self):
@@ -63,72 +63,81 @@ class _Runner:
         self._islands: dict[Hashable, Function] = {}
 
     def run(self, plan: Plan, args: Arrays) -> list[Any]:
-        """The results of a program, region by region."""
+        """Runs the regions of a program in order, and returns its results."""
         program = plan.program
-        args = astypes(args, plan.takes)
-        values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
+        values = dict(program.consts)
+        cast_args = astypes(args, plan.in_dtypes)
+        values.update(zip(program.ins, cast_args, strict=True))
         for region in plan.regions:
             function = self._region_function(region, plan.casting)
-            stored = function([values[v] for v in region.reads])
-            values |= zip(region.stores, stored, strict=True)
-        results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
-        return astypes(results, plan.gives)
+            inputs = [values[v] for v in region.reads]
+            stored = function(inputs)
+            values.update(zip(region.stores, stored, strict=True))
+        results = []
+        for v in program.outs:
+            result = v.val if isinstance(v, Literal) else values[v]
+            results.append(result)
+        return astypes(results, plan.out_dtypes)
 
     def _region_function(self, region: Region, casting: Casting) -> Function:
-        """The function from what a region reads to what it stores."""
+        """Returns the function from what a region reads to what it stores."""
         function = functools.partial(self._run_region, region)
         if not region.is_recomputed:
             return function
-        # A policy makes tracing slow, so there is one only where it is needed.
-        policy = _KEEPS if region.kept_reductions else None
+        # A policy slows down tracing, so a region has one only if it keeps reductions.
+        policy = _SAVE_REDUCTIONS if region.kept_reductions else None
         recomputed = jax.checkpoint(
             function, prevent_cse=casting.prevent_cse, policy=policy
         )
-        return self._islands.setdefault(key_of_island(region, casting), recomputed)
+        key = key_of_island(region, casting)
+        return self._islands.setdefault(key, recomputed)
 
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
-        """The function that runs an inner program, in a `jit` of its own.
+        """Returns a jitted function that runs an inner program.
 
         A program that was called stays a call. The body of a loop or a branch is
-        inlined, as a compiler fuses less across a call: a scan over layers would move
-        more bytes.
+        inlined, because a compiler fuses less across a call: a scan over layers would
+        move more bytes.
         """
 
-        def results(args):
+        def program(args):
             return self.run(plan, args)
 
-        results.__name__ = name  # for profiles
-        return jax.jit(results, inline=not is_call)
+        program.__name__ = name  # for profiles
+        return jax.jit(program, inline=not is_call)
 
-    def _run_region(self, region: Region, operands: Arrays) -> list[Any]:
+    def _run_region(self, region: Region, inputs: Arrays) -> list[Any]:
         """Runs the steps of a region, and returns the values that it stores."""
-        values = dict(zip(region.reads, operands, strict=True))
-        stored: dict[Var, Any] = {}
+        values = dict(zip(region.reads, inputs, strict=True))
+        stored = {}
 
-        # Steps that read a value in one dtype share one cast. So its cotangents are
-        # summed in that dtype, before the transpose of the cast rounds the sum.
+        # Steps that read a value in the same dtype share one cast. Its cotangents are
+        # then summed in that dtype, before the transpose of the cast rounds the sum.
         @functools.cache
         def cast(v, dtype):
             return astype(values[v], dtype)
 
         def read(v, dtype):
-            return astype(v.val, dtype) if isinstance(v, Literal) else cast(v, dtype)
+            if isinstance(v, Literal):
+                return astype(v.val, dtype)
+            return cast(v, dtype)
 
         for step in region.steps:
             eqn = step.eqn
             with _at_its_line(eqn):
-                taken = list(map(read, eqn.invars, step.takes))
-                results = self._run_step(step, taken, region.stores)
+                operands = list(map(read, eqn.invars, step.operand_dtypes))
+                results = self._run_step(step, operands, region.stores)
                 if not region.kept_reductions.isdisjoint(eqn.outvars):
                     results = [checkpoint_name(x, SCOPE) for x in results]
-                values |= zip(eqn.outvars, results, strict=True)
+                values.update(zip(eqn.outvars, results, strict=True))
+                # The casts for storing happen here, so that profiles show this line.
                 for v in eqn.outvars:
-                    if v in region.stores:  # cast here, so that profiles show this line
+                    if v in region.stores:
                         stored[v] = cast(v, region.stores[v])
         return [stored[v] for v in region.stores]
 
-    def _run_step(self, step: Step, operands: list[Any], stores: Dtypes) -> list[Any]:
-        """The results of a step, from operands in the dtypes that it takes.
+    def _run_step(self, step: Step, operands: Arrays, stores: Dtypes) -> list[Any]:
+        """Runs a step on operands in its `operand_dtypes`.
 
         `stores` has the dtypes in which its region stores values.
         """
@@ -140,48 +149,59 @@ class _Runner:
                 return self._run_rewritten(step, operands)
             if is_outer_product(eqn):
                 return [outer_product(eqn, *operands)]
-            if Trait.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) in HALVES:
-                return _spread(eqn, operands, stores[eqn.outvars[0]])
+            if Trait.SPREADS in traits(eqn):
+                stored_dtype = stores.get(eqn.outvars[0])
+                if stored_dtype in HALVES:
+                    return _spread(eqn, operands, stored_dtype)
         return bind(eqn, operands)
 
-    def _run_rewritten(self, step: Step, operands: list[Any]) -> list[Any]:
-        """The results of a step whose equation is rewritten, its programs by plans."""
+    def _run_rewritten(self, step: Step, operands: Arrays) -> list[Any]:
+        """Runs a step with a rewritten equation, and its programs by their plans."""
         eqn = step.eqn
         name = eqn.params.get("name", name_of(eqn))
         is_call = Trait.INLINED in traits(eqn)
-        programs = [self._program_function(plan, name, is_call) for plan in step.plans]
-        with_rule = _WITH_RULE.get(traits(eqn) & (Trait.JVP | Trait.VJP))
+        functions = []
+        for plan in step.plans:
+            functions.append(self._program_function(plan, name, is_call))
+        derivative = traits(eqn) & (Trait.JVP | Trait.VJP)
+        with_rule = _WITH_RULE.get(derivative)
         if with_rule is None:
-            return enter(eqn, operands, programs)
+            return enter(eqn, operands, functions)
 
-        (plan,) = step.plans  # a custom derivative holds one program
+        # A custom derivative holds one program.
+        (plan,) = step.plans
+        (narrowed,) = functions
 
         def original(*operands):
             traced = astypes(operands, dtypes_in(eqn.invars))
-            return astypes(bind(eqn, traced), plan.gives)
+            results = bind(eqn, traced)
+            return astypes(results, plan.out_dtypes)
 
         casting = plan.casting._replace(keeps_reductions=False)
         rewrite = functools.partial(_rewrite, casting)
-        return with_rule(programs[0], original, operands, rewrite)
+        return with_rule(narrowed, original, operands, rewrite)
 
 
 def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """A context in which errors, `debug_nans` and profiles show an equation's line."""
     source = eqn.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    return source_info_util.user_context(source.traceback, name_stack=names)
+    name_stack = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=name_stack)
 
 
-def _product(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The result of a product whose operands are in 16 bits already, in 16 bits."""
-    types = {"precision": None, "preferred_element_type": dtype_in(operands[0])}
-    return bind(eqn.replace(params=eqn.params | types), operands)
+def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
+    """Computes a product in 16 bits, from operands that are in 16 bits already."""
+    params = dict(eqn.params)
+    params["precision"] = None
+    params["preferred_element_type"] = dtype_in(operands[0])
+    narrowed = eqn.replace(params=params)
+    return bind(narrowed, operands)
 
 
-def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
-    """Sends an array to many devices in 16 bits, and its tangent in float32.
+def _spread(eqn: JaxprEqn, operands: Arrays, low: np.dtype) -> list[Any]:
+    """Spreads an array over devices in 16 bits, and its tangent in float32.
 
-    So the cotangent is summed over the devices in float32.
+    The cotangent is then summed over the devices in float32.
     """
 
     @jax.custom_jvp
@@ -189,26 +209,30 @@ def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
         return bind(eqn, [astype(x, low)])
 
     @spread.defjvp
-    def tangents_of_spread(primals, tangents):
-        wide = bind(eqn, tangents)
-        return spread(*primals), [astype(x, low) for x in wide]
+    def spread_jvp(primals, tangents):
+        wide_tangents = bind(eqn, tangents)
+        low_tangents = [astype(tangent, low) for tangent in wide_tangents]
+        return spread(*primals), low_tangents
 
     return spread(*operands)
 
 
 def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its products narrowed, which gives the dtypes that it gave.
+    """Narrows the products of a function, and keeps the dtypes of its results.
 
     Each call traces `fun`, and runs a plan for that program.
     """
 
-    def of_arrays(*args):
+    def rewritten(*args):
         with AUTOCAST_DTYPE(casting.low):
-            jaxpr, types = jax.make_jaxpr(fun, return_shape=True)(*args)
+            trace = jax.make_jaxpr(fun, return_shape=True)
+            jaxpr, result_shapes = trace(*args)
         arrays = jax.tree.leaves(args)
-        plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)
-        leaves, structure = jax.tree.flatten(types)
-        results = astypes(run(plan, arrays), dtypes_in(leaves))
-        return jax.tree.unflatten(structure, results)
+        kinds = [Kind.FLOAT32] * len(arrays)
+        plan = plan_for(jaxpr, arrays, kinds, casting)
+        shapes, treedef = jax.tree.flatten(result_shapes)
+        results = run(plan, arrays)
+        cast_results = astypes(results, dtypes_in(shapes))
+        return jax.tree.unflatten(treedef, cast_results)
 
-    return of_arrays
+    return rewritten

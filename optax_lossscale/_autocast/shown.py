@@ -1,14 +1,16 @@
-"""A plan in words: a line for each region, with the lines of the user's code.
+"""Prints a plan: one line for each region, with the lines of the user's code.
 
     island: exp reduce_sum (2:f16) -> 4:f32  # model.py:8 (f)
 
 This region reads the value 2, computes `exp` and `reduce_sum`, and stores the value 4
-in float32. What is read has the dtype to which the region first casts it, or else the
-one in which it is stored. The word `island` stands before a region that is recomputed
-in the backward pass, and `run` before any other: a single step, or an island that is
-not recomputed. After `keeping` are the steps whose results are kept. A cheap step may
-be in several lines. An equation whose results nothing reads has no line, unless it has
-an effect. Literals that a step reads are not shown.
+in float32. A value that is read has the dtype to which the region first casts it, or
+else the dtype in which it is stored.
+
+The word `island` marks a region that is recomputed in the backward pass. The word `run`
+marks any other: a single step, or an island that is not recomputed. The steps after
+`keeping` are those whose results are kept. A cheap step that is repeated appears in
+several lines. An equation has no line if nothing reads its results and it has no
+effect. Literals that a step reads are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,71 +23,83 @@ from optax_lossscale._programs.flat import Flat
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import name_of
+from optax_lossscale._programs.walk import made_by
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
 
 Names = Mapping[Var, str]
-"""The names of arguments in the user's code, and numbers of all other values."""
+"""What each value is called: an argument as in the user's code, any other by number."""
 
 
 def shown(plan: "Plan") -> str:
-    """A plan as text; one that several steps share is shown at the first of them."""
+    """Returns a plan as text. A plan shared by several steps is shown at the first."""
     return "\n".join(_lines(plan, set()))
 
 
 def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
-    """The lines of a plan; `printed` has each plan before it, and grows."""
+    """Yields the lines of a plan, and adds the plan to the `printed` ones."""
     if plan in printed:
         yield "as above"
         return
     printed.add(plan)
     program = plan.program
     names = _names(program)
+    arguments = list(zip(program.ins, plan.in_dtypes, strict=True))
+    results = zip(program.outs, plan.out_dtypes, strict=True)
     stored = {v: dtype_in(v) for v in program.consts}
-    stored |= zip(program.ins, plan.takes, strict=True)
-    yield f"takes {_typed(names, zip(program.ins, plan.takes, strict=True))}"
+    stored.update(arguments)
+    yield f"takes {_typed(names, arguments)}"
     for region in plan.regions:
         yield _line(region, names, stored)
-        stored |= region.stores
+        stored.update(region.stores)
         for inner in region.steps[0].plans:
-            yield from (f"  {line}" for line in _lines(inner, printed))
-    yield f"gives {_typed(names, zip(program.outs, plan.gives, strict=True))}"
+            for line in _lines(inner, printed):
+                yield f"  {line}"
+    yield f"gives {_typed(names, results)}"
 
 
 def _names(program: Flat) -> Names:
-    """The names of the values of a program: numbers, but for arguments with names."""
-    made = [v for eqn in program.eqns for v in eqn.outvars]
-    values = [*program.ins, *program.consts, *made]
-    names = dict(zip(program.ins, program.names, strict=False))
-    return {v: names.get(v) or str(n) for n, v in enumerate(values)}
+    """The name of each value: numbers, except for arguments that have a name."""
+    computed = made_by(program.eqns)
+    values = [*program.ins, *program.consts, *computed]
+    names = {v: str(n) for n, v in enumerate(values)}
+    for v, name in zip(program.ins, program.names, strict=False):
+        if name:
+            names[v] = name
+    return names
 
 
 def _line(region: Region, names: Names, stored: Dtypes) -> str:
-    """The line of a region; `stored` has the dtypes of the values before it."""
+    """The line of a region; `stored` has the dtypes of all values before it."""
     eqns = [step.eqn for step in region.steps]
-    kept = [eqn for eqn in eqns if not region.kept_reductions.isdisjoint(eqn.outvars)]
     word = "island" if region.is_recomputed else "run"
+    uncast = _read_uncast(region)
     reads = dict(region.reads)
-    reads |= {v: stored[v] for v in _taken_as_stored(region) if v in reads}
+    for v in reads.keys() & uncast:
+        reads[v] = stored[v]
+    operands = _typed(names, reads.items())
     stores = _typed(names, region.stores.items())
-    read = _typed(names, reads.items())
-    line = f"{word}: {_operations(eqns)} ({read}) -> {stores}"
+    line = f"{word}: {_operations(eqns)} ({operands}) -> {stores}"
+    kept = [eqn for eqn in eqns if not region.kept_reductions.isdisjoint(eqn.outvars)]
     if kept:
         line += f", keeping {_operations(kept)}"
-    # Some equations have no line of the user's, such as the counter of a loop.
-    sources = dict.fromkeys(filter(None, map(users_line, eqns)))
-    return f"{line}  # {', '.join(sources)}" if sources else line
+    # Some equations come from no line of the user's, such as the counter of a loop.
+    users_lines = filter(None, map(users_line, eqns))
+    distinct = dict.fromkeys(users_lines)
+    if distinct:
+        line += f"  # {', '.join(distinct)}"
+    return line
 
 
-def _taken_as_stored(region: Region) -> set[Var]:
-    """The values that some step of a region takes without a cast."""
-    return {
-        v
-        for step in region.steps
-        for v, dtype in zip(step.eqn.invars, step.takes, strict=True)
-        if dtype is None and isinstance(v, Var)
-    }
+def _read_uncast(region: Region) -> set[Var]:
+    """The values that some step of a region reads without a cast."""
+    uncast = set()
+    for step in region.steps:
+        for v, dtype in zip(step.eqn.invars, step.operand_dtypes, strict=True):
+            if dtype is None and isinstance(v, Var):
+                uncast.add(v)
+    return uncast
 
 
 def _operations(eqns: Iterable[JaxprEqn]) -> str:
@@ -93,9 +107,10 @@ def _operations(eqns: Iterable[JaxprEqn]) -> str:
 
 
 def _typed(names: Names, values: Iterable[tuple[Any, Any]]) -> str:
-    """Values by name or number, and literals as they are, each with its dtype."""
-    typed: list[str] = []
+    """Names each value, or shows it if it is a literal, with its dtype."""
+    typed = []
     for v, dtype in values:
         name = v.val if isinstance(v, Literal) else names[v]
-        typed.append(f"{name}:{dtype.name.replace('float', 'f')}")
+        short_dtype = dtype.name.replace("float", "f")
+        typed.append(f"{name}:{short_dtype}")
     return ", ".join(typed)

@@ -1,15 +1,17 @@
-"""The second pass: what is done with each value after it is made.
+"""The second pass: how each value is used after it has been computed.
 
-The pass goes backward, from the results of a program to its arguments. It asks two
-questions of a value: does any product depend on it, and is it read once more after a
-product has been computed from it? In `y = x + tanh(x @ w)`, both are true of `x`: the
-product multiplies it, and the sum reads it past the product, so it has to be stored
-until then. Neither is true of the result of `x @ w`, if `y` is not multiplied later.
+The pass walks the program backward, from the results to the arguments. It asks two
+questions about a value: does any later product depend on it, and is it *live across* a
+product, which means that it is still read after that product? In `y = x + tanh(x @ w)`,
+both are true of `x`: it feeds the product, and the sum reads it after the product, so
+it has to be stored until then. Neither is true of the result of `x @ w`, if no later
+product depends on `y`.
 
-To tell what is past a product, each value has a depth: the length of the longest chain
-before it of narrowed products, and of equations that hold them. An equation that is no
-product and holds no programs reads an operand past a product if its result is deeper
-than that operand.
+To find the reads across a product, the pass gives each value a *depth*: the number of
+narrowed products and rewritten equations in the longest chain that leads to the value.
+An equation reads an operand across a product if its result is deeper than that operand.
+This does not apply to products, nor to equations that hold programs: for those, the
+reads inside of the programs count.
 """
 
 import enum
@@ -32,113 +34,118 @@ from optax_lossscale._programs.work import is_cheap
 
 
 class Use(enum.Flag):
-    """What is done with a value; both may be true of it."""
+    """How a value is used later; both flags may be set."""
 
-    MULTIPLIED = enum.auto()
-    """A product depends on it, directly or through other values."""
-    PAST = enum.auto()
-    """It is read past a product, or given a name: so it has to be stored."""
+    FEEDS_PRODUCT = enum.auto()
+    """A later product depends on the value, directly or through other values."""
+    LIVE_ACROSS = enum.auto()
+    """The value is read after a later product, or has a name, so it must be stored."""
 
 
-NOTHING = Use(0)
-BOTH = Use.MULTIPLIED | Use.PAST
-"""The use of a value that has to be stored, and on which a product depends."""
+NEITHER = Use(0)
+BOTH = Use.FEEDS_PRODUCT | Use.LIVE_ACROSS
+"""The use of a value that must be stored, and that a later product depends on."""
 
 Uses = tuple[Use, ...]
-"""What is done with each of several values."""
+"""The uses of several values, in order."""
 
 
 @cached_by_program
-def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
-    """What is done with each value, given what is done with the results."""
+def uses(jaxpr: Any, result_uses: Uses) -> Mapping[Var, Use]:
+    """Returns the use of each value, given the uses of the program's results."""
     program = flat(jaxpr)
     depth = depths(program)
-    after = dict.fromkeys(depth, NOTHING)
-    for v, use in zip(program.outs, results, strict=True):
+    use_of = dict.fromkeys(depth, NEITHER)
+    for v, use in zip(program.outs, result_uses, strict=True):
         if isinstance(v, Var):
-            after[v] |= use
+            use_of[v] |= use
     for eqn in reversed(program.eqns):
         if Trait.NAMES in traits(eqn):
-            after[eqn.outvars[0]] |= Use.PAST
+            use_of[eqn.outvars[0]] |= Use.LIVE_ACROSS
         if is_narrowed(eqn):
-            of_operands = [Use.MULTIPLIED] * 2  # a third has the sizes of groups
+            # A third operand holds the sizes of groups, which are integers.
+            operand_uses = [Use.FEEDS_PRODUCT] * 2
         elif may_be_rewritten(eqn):
-            of_results = tuple(after[v] for v in eqn.outvars)
-            of_operands = uses_inside(eqn, results_inside(eqn, of_results))
+            outer_uses = tuple(use_of[v] for v in eqn.outvars)
+            inner_uses = results_inside(eqn, outer_uses)
+            operand_uses = uses_inside(eqn, inner_uses)
         else:
-            of_operands = [_use_of_operand(eqn, v, depth, after) for v in eqn.invars]
-        for v, use in zip(eqn.invars, of_operands, strict=False):
+            operand_uses = [_use_of_operand(eqn, v, depth, use_of) for v in eqn.invars]
+        for v, use in zip(eqn.invars, operand_uses, strict=False):
             if isinstance(v, Var):
-                after[v] |= use
-    return after
+                use_of[v] |= use
+    return use_of
 
 
 def _use_of_operand(
-    eqn: JaxprEqn, v: Atom, depth: Mapping[Var, int], after: Mapping[Var, Use]
+    eqn: JaxprEqn,
+    operand: Atom,
+    depth: Mapping[Var, int],
+    later_uses: Mapping[Var, Use],
 ) -> Use:
-    """What an equation, neither a product nor to be rewritten, does with an operand.
+    """How an equation uses an operand, if it is not narrowed and cannot be rewritten.
 
-    Args:
-      eqn: the equation.
-      v: the operand.
-      depth: the depth of each value.
-      after: what is done with each value after the equation.
+    `depth` has the depth of each value, and `later_uses` the uses of each value after
+    the equation.
     """
     may_be_repeated = is_cheap(eqn) or traits(eqn) & RUNS_AS_STORED
-    use = NOTHING
+    use = NEITHER
     for result in eqn.outvars:
-        if isinstance(v, Var) and depth[result] > depth[v]:
-            use |= Use.PAST
-        # Where the result is read past a product, the equation may be repeated, which
-        # then reads the operand there. An operand larger than the result, as that of a
-        # reduction, is not kept for that: the result is.
-        is_larger = size_of(v.aval) > size_of(result.aval)
-        is_read_again = may_be_repeated and not is_larger
-        use |= after[result] & (BOTH if is_read_again else Use.MULTIPLIED)
+        if isinstance(operand, Var) and depth[result] > depth[operand]:
+            use |= Use.LIVE_ACROSS
+        # If the result is live across a product, the equation may be repeated after
+        # that product, and its operand is then live across the product too. An operand
+        # larger than the result, such as a reduction's, is not stored for this: the
+        # result is stored instead.
+        is_larger = size_of(operand.aval) > size_of(result.aval)
+        if may_be_repeated and not is_larger:
+            use |= later_uses[result]
+        else:
+            use |= later_uses[result] & Use.FEEDS_PRODUCT
     return use
 
 
 def depths(program: Flat) -> Mapping[Var, int]:
-    """The depth of each value; that of an argument is 0."""
-    depth: dict[Var, int] = dict.fromkeys((*program.ins, *program.consts), 0)
+    """Returns the depth of each value; arguments and constants have the depth 0."""
+    inputs = [*program.ins, *program.consts]
+    depth = dict.fromkeys(inputs, 0)
     for eqn in program.eqns:
-        before = max((depth[v] for v in variables(eqn.invars)), default=0)
-        adds_one = is_narrowed(eqn) or is_rewritten(eqn)
-        depth |= dict.fromkeys(eqn.outvars, before + adds_one)
+        operand_depths = [depth[v] for v in variables(eqn.invars)]
+        result_depth = max(operand_depths, default=0)
+        if is_narrowed(eqn) or is_rewritten(eqn):
+            result_depth += 1
+        depth.update(dict.fromkeys(eqn.outvars, result_depth))
     return depth
 
 
 def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
-    """What is done with the results of the programs in an equation.
+    """The uses of the results of the programs in an equation.
 
-    That is what is done with the results of the equation. What a round of a loop gives
-    as carry is also used by the next round, which counts only if a product depends on
-    the carry after the loop. Else each round rounds what it takes, and not what it
-    gives, so that the last result is not rounded.
+    They are the uses of the equation's own `results`, except for a loop's carry. The
+    next round uses the carry as well, but that counts only if a product depends on the
+    carry after the loop. If none does, each round reads the carry in 16 bits but
+    returns it in float32, so that the last round's result is not rounded.
     """
-    inside = list(results)
-    earlier: list[Use] = []
-    while inside != earlier:
-        earlier = list(inside)
-        of_operands = uses_inside(eqn, tuple(inside))
+    inner = list(results)
+    earlier = []
+    while inner != earlier:
+        earlier = list(inner)
+        operand_uses = uses_inside(eqn, tuple(inner))
         for j, n in enumerate(carried_by(eqn)):
-            if Use.MULTIPLIED in results[j]:
-                inside[j] |= of_operands[n]
-    return tuple(inside)
+            if Use.FEEDS_PRODUCT in results[j]:
+                inner[j] |= operand_uses[n]
+    return tuple(inner)
 
 
-def uses_inside(eqn: JaxprEqn, results: Uses) -> list[Use]:
-    """What the programs in an equation do with the equation's operands.
+def uses_inside(eqn: JaxprEqn, inner_results: Uses) -> list[Use]:
+    """How the programs in an equation use the equation's operands.
 
-    The condition of a `while` is left out, as it follows from integers.
-
-    Args:
-      eqn: the equation.
-      results: what is done with the results of its programs: see `results_inside`.
+    `inner_results` has the uses of the programs' results, by `results_inside`. The
+    condition of a `while` is not counted, because it depends on integers alone.
     """
-    of_operands = [NOTHING] * len(eqn.invars)
+    operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):
-        after = uses(program, results)
+        use_of = uses(program, inner_results)
         for n, v in enumerate(flat(program).ins, start=first_inside(eqn)):
-            of_operands[n] |= after[v]
-    return of_operands
+            operand_uses[n] |= use_of[v]
+    return operand_uses

@@ -11,7 +11,7 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
 from optax_lossscale._autocast.store import island_seeds
-from optax_lossscale._autocast.uses import NOTHING
+from optax_lossscale._autocast.uses import NEITHER
 from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import name_of
 
@@ -23,7 +23,7 @@ FLOAT16, FLOAT32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 def parts_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     """The parts of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
-    results = (NOTHING,) * len(program.out_avals)
+    results = (NEITHER,) * len(program.out_avals)
     kinds = (Kind.PARAMETER, kind)
     facts = facts_of(program, takes, kinds, results, Casting(FLOAT16))
     return partition(facts.program.eqns, island_seeds(facts))

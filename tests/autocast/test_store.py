@@ -77,7 +77,7 @@ def test_an_island_stores_what_others_read_in_the_dtype_in_which_they_do(expecte
 def rounded(fun):
     """The operations of islands that round their operands, as they give 16 bits."""
     return [
-        [name_of(step.eqn) for step in region.steps if FLOAT16 in step.takes]
+        [name_of(step.eqn) for step in region.steps if FLOAT16 in step.operand_dtypes]
         for region in regions_of(fun)
     ]
 

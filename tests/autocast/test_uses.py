@@ -9,16 +9,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import stored_dtype
-from optax_lossscale._autocast.uses import BOTH, NOTHING, Use, depths, uses
+from optax_lossscale._autocast.uses import BOTH, NEITHER, Use, depths, uses
 from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.versions import name_of
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
-MULTIPLIED, PAST = Use.MULTIPLIED, Use.PAST
+FEEDS_PRODUCT, LIVE_ACROSS = Use.FEEDS_PRODUCT, Use.LIVE_ACROSS
 
 
-def use_of(operation, fun, result=NOTHING):
+def use_of(operation, fun, result=NEITHER):
     """What is done with the result of the first of a function's operations with a name."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     after = uses(program, (result,))
@@ -30,19 +30,19 @@ def use_of(operation, fun, result=NOTHING):
 @pytest.mark.parametrize(
     ("use", "operation", "fun"),
     [
-        (NOTHING, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
-        (MULTIPLIED, "dot_general", lambda w, x: x @ w @ w),
-        (MULTIPLIED, "exp", lambda w, x: jnp.exp(x @ w) @ w),
-        (NOTHING, "dot_general", lambda w, x: jnp.sum(x @ w)),
-        (MULTIPLIED, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
-        (NOTHING, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
+        (NEITHER, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
+        (FEEDS_PRODUCT, "dot_general", lambda w, x: x @ w @ w),
+        (FEEDS_PRODUCT, "exp", lambda w, x: jnp.exp(x @ w) @ w),
+        (NEITHER, "dot_general", lambda w, x: jnp.sum(x @ w)),
+        (FEEDS_PRODUCT, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
+        (NEITHER, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
         # It is read again once a product has been computed from it, by itself or after
         # a `tanh`.
         (BOTH, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
         (BOTH, "dot_general", lambda w, x: (h := x @ w) + h @ w),
         (BOTH, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
         # A name may be kept.
-        (PAST, "dot_general", lambda w, x: checkpoint_name(x @ w, "h")),
+        (LIVE_ACROSS, "dot_general", lambda w, x: checkpoint_name(x @ w, "h")),
     ],
 )
 def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
@@ -53,14 +53,14 @@ def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
 @pytest.mark.parametrize(
     ("use", "fun"),
     [
-        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: h @ w)(h)),
-        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
+        (FEEDS_PRODUCT, lambda w, h: jax.checkpoint(lambda h: h @ w)(h)),
+        (FEEDS_PRODUCT, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
         (
-            MULTIPLIED,
+            FEEDS_PRODUCT,
             lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h @ w @ w, h),
         ),
         (
-            MULTIPLIED,
+            FEEDS_PRODUCT,
             lambda w, h: lax.cond(
                 w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.sin(h), h
             ),
@@ -83,7 +83,7 @@ def test_what_is_done_inside_of_an_operation_is_done_with_its_operand(use, fun):
 
 
 def test_what_is_done_with_the_result_is_done_with_what_only_moves_into_it():
-    for result in (NOTHING, MULTIPLIED, PAST, BOTH):
+    for result in (NEITHER, FEEDS_PRODUCT, LIVE_ACROSS, BOTH):
         assert use_of("dot_general", lambda w, x: (x @ w).T, result) == result
 
 
@@ -106,10 +106,10 @@ def test_a_depth_is_how_many_products_came_before_at_most():
 @pytest.mark.parametrize(
     ("kind", "use", "is_low"),
     [
-        (Kind.PRODUCT, NOTHING, True),
+        (Kind.PRODUCT, NEITHER, True),
         (Kind.SUM, BOTH, True),
-        (Kind.SUM, MULTIPLIED, False),
-        (Kind.SUM, PAST, False),
+        (Kind.SUM, FEEDS_PRODUCT, False),
+        (Kind.SUM, LIVE_ACROSS, False),
         (Kind.NEAR, BOTH, False),
         (Kind.PARAMETER, BOTH, False),
         (Kind.FLOAT32, BOTH, False),
