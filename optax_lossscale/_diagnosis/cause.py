@@ -1,9 +1,10 @@
 """Why a result is off: the equation at fault, and what it does to the numbers.
 
-`fault` finds the equation whose result is off although its operands are not. This file
-tells what the equation does, as a member of `How`, from the figures of its result and of
-its operands. For example, a difference *cancels* if it is far smaller than its operands,
-so that mostly their rounding remains; and a cast to float16 whose result is infinite
+`fault.py` finds the equation whose result is off although its operands are not. This file
+classifies what the equation does, as a member of `How`. It reads the *notes* of the
+result and its operands, which record how far each is off and how large it is (see
+`notes.py`). For example, a difference *cancels* if it is far smaller than its operands,
+because mostly their rounding remains. A cast to float16 whose result is infinite
 *overflows*. If the equation only moved or chose numbers, the earlier equation that
 computed them is named instead.
 """
@@ -37,14 +38,18 @@ class How(enum.StrEnum):
     # Its result is out of range.
     OVERFLOWS = "overflows"
     VANISHES = "vanishes"  # to zero, or below the normal numbers of its dtype
-    SATURATES = "saturates"  # is rounded to a limit of its function, as a sigmoid to 1
+    SATURATES = (
+        "saturates"  # is rounded to a limit of its function, like a sigmoid to 1
+    )
     # It is a sum.
     CANCELS = "cancels"  # is small beside its terms, so that their rounding remains
     STAGNATES = "stagnates"  # sums so many terms in 16 bits that further ones are lost
     # It is another operation, and its operands are right up to rounding.
     ROUNDS = "rounds"  # to 16 bits, which are too few for its result
     AMPLIFIES = "amplifies"  # computes in float32, but enlarges its operands' rounding
-    IS_UNDEFINED = "is undefined"  # e.g. a logarithm of a number rounded to below 0
+    IS_UNDEFINED = (
+        "is undefined"  # such as the logarithm of a number rounded to below 0
+    )
     # No equation can be blamed.
     IS_A_KERNEL = "is a kernel"  # of which only the results are known
     IS_NOT_LINEAR = "is not linear"  # in the loss scale
@@ -117,8 +122,8 @@ def _cause_if_sensitive(how: How, note: Note) -> Cause:
 def cause_in_float32(note: Note) -> Cause:
     """Finds why a result is not finite in float32: the first equation where that is so.
 
-    If this equation is a kernel, nobody knows what float32 would compute, because its
-    reference was computed in 16 bits as well.
+    If this equation is a kernel, it is unknown what float32 would compute, because the
+    reference of a kernel is computed in 16 bits as well.
     """
     first = path_from(note, _operand_not_finite)[-1]
     if first.stays_narrow:
@@ -144,7 +149,10 @@ def _operand_not_finite(note: Note) -> Note | None:
 
 def _first_not_finite(note: Note) -> Note | None:
     """Returns the first operand that is not finite in float32, if there is one."""
-    return next((read for read in note.reads if not read.is_reference_finite), None)
+    for read in note.reads:
+        if not read.is_reference_finite:
+            return read
+    return None
 
 
 def _is_masked(note: Note) -> bool:
@@ -174,7 +182,9 @@ def _how_not_finite(note: Note) -> How:
     # other operation has a pole at the numbers to which its operands were rounded.
     is_infinite = is_narrow_dtype(note.dtype) and not note.nan
     is_sum = note.is_any(SUMS | Trait.PRODUCT)
-    return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
+    if is_infinite and is_sum:
+        return How.OVERFLOWS
+    return How.IS_UNDEFINED
 
 
 def _how_off(note: Note) -> How:
@@ -201,8 +211,10 @@ def _cancels(note: Note) -> bool:
 def _size_of_terms(note: Note) -> float:
     """The size that a sum of its terms would typically have if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
-    size = math.prod(sizes) if note.is_any(Trait.PRODUCT) else max(sizes, default=0.0)
-    return size * math.sqrt(note.origin.terms)
+    growth = math.sqrt(note.origin.terms)
+    if note.is_any(Trait.PRODUCT):
+        return growth * math.prod(sizes)
+    return growth * max(sizes, default=0.0)
 
 
 def _saturates(note: Note) -> bool:
@@ -215,9 +227,9 @@ def _saturates(note: Note) -> bool:
 
 
 def _operands_at_limit(note: Note) -> Sequence[Note]:
-    """Returns the operands from which a result may have its numbers that are 1 or -1.
+    """Returns the operands from which a result may have inherited a 1 or -1.
 
-    A sum or a product computes such a number anew, so it has none of these operands.
+    A sum or a product computes such a number anew, and so does not inherit it.
     """
     if note.is_any(SUMS | Trait.PRODUCT):
         return ()
@@ -251,8 +263,8 @@ def _where_lost(note: Note) -> Note:
 def _operands_that_count(note: Note) -> Sequence[Note]:
     """Returns the operands whose rounding counts in a result.
 
-    None do for a product in 16 bits, whose own rounding hides theirs. In a sum of two,
-    a term that is small beside the other does not count.
+    A product in 16 bits rounds its own result, so its operands do not count. In a sum of
+    two, a term that is small beside the other does not count.
     """
     if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
         return ()

@@ -1,16 +1,17 @@
 """Which equation is at fault for a result that is off from float32.
 
 Take `log(a - b)`, where `a` and `b` are rounded to float16 and nearly equal. The
-logarithm is far off, but its operand is as well. The operands of the difference are not:
-the error jumps there, so the difference is at fault.
+logarithm is far off, but so is its operand. The operands of the difference are not: the
+error jumps there, so the difference is at fault.
 
-To find it, a path is followed from the note of the result back to the operand that is
-off the most, and on from there, until an operand is off by no more than rounding. In the
-example, the path is the logarithm and the difference. The first value of the program on
-the path that is off by more than 5% is where to look. If this value is not finite, its
-equation is at fault. Otherwise the fault is with the equation in which the error grows
-most, among this one and the earlier ones on the path, if the error grows there by a
-factor of 3 or more.
+Each result has a *note*, which records how far it is off, and refers to the notes of its
+operands (see `notes.py`). From the note of a wrong result, `at_fault` goes back to the
+operand that is off the most, and on from there, as long as an operand is off by more than
+rounding. In the example, this path is the logarithm and the difference.
+
+The earliest value on the path that is off by more than 5% decides. If it is not finite,
+its equation is at fault. Otherwise the fault is with this equation or an earlier one on
+the path: the one in which the error grows most, if it grows by a factor of 3 or more.
 """
 
 from collections import Counter
@@ -34,8 +35,8 @@ def at_fault(note: Note) -> Note | None:
 
     An equation on the path whose operand is already off by more than 5% is not at fault,
     however much worse its result is. If no value on the path is off by that much, the
-    whole path is searched. An example is a value inside of which a fifth of the numbers
-    are off, but only the small ones.
+    whole path is searched. This happens to a value inside if many of its numbers are off,
+    but only the small ones.
     """
     path = path_from(note, _off_operand)
     start = 0
@@ -60,7 +61,7 @@ def worst_operand(note: Note) -> Note | None:
 def _off_operand(note: Note) -> Note | None:
     """Returns the worst operand if it is off by more than rounding, otherwise None.
 
-    Before a result that is not finite where float32's is, it has to be off by over 5%.
+    If the result is not finite where float32's is, the operand counts from 5% on.
     """
     worst = worst_operand(note)
     floor = TOLERANCE if note.bad else _ROUNDING

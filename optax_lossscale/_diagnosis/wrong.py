@@ -3,16 +3,19 @@
 A result is *wrong* if one of these is true:
 
 - It is off from float32 by more than 5%.
-- It is not finite in float32 either.
+- It is not finite even in float32.
 - It is not in proportion to the loss scale.
 
-Two kinds of results are not judged. Float32 may not determine a result, which shows in
-float32 being off from float64 as well: the gradient of a bias before a normalization
-consists of nothing but rounding. And a result may be the difference of two equal things,
-which is 0 in float32 and rounding in 16 bits.
+Two kinds of results are not judged. The first kind is not determined by float32, because
+float32 is off from float64 as well. An example is the gradient of a bias before a
+normalization, which is nothing but rounding. The second kind is the difference of two
+equal things, which is 0 in float32 and only rounding in 16 bits.
 
-If the loss and all gradients are right, intermediate values are searched for the first
-one that is wrong. Reports call it "a value inside".
+If the loss and all gradients are right, `wrong_inside` looks for the first intermediate
+value that is wrong. Reports call it "a value inside".
+
+All of this is read from *notes*. A note records how far one result of the run is off, and
+refers to the notes of its operands (see `notes.py`).
 """
 
 import math
@@ -57,8 +60,8 @@ class Wrong(NamedTuple):
         only float32's is 0, and infinite if either is not finite. If `how` is "is not
         linear", it is instead the relative change of the gradient that the loss scale
         causes. For "a value inside", it is the share of its numbers that are off by more
-        than 5%; or infinite, if the loss function returns the value beside the loss and
-        it is not finite.
+        than 5%. It is infinite if the value is in the `aux` that the loss function
+        returns, and is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -125,16 +128,16 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """Finds the first value inside that is wrong, as a list of one, or empty if none is.
 
     A value is wrong if more than a fifth of its numbers are off, and a later value that
-    reads it is off by as much. It is not wrong if
+    reads it is off by as much. But it is not wrong if one of these is true:
 
     - float32 does not determine it,
     - the program computes in float16, and the later values are below the normal numbers
       of float16,
-    - no result depends on it, because only the condition of a loop reads it, or
-    - it is the difference of numbers that are equal but for rounding to 16 bits.
+    - no result depends on it, for example because only the condition of a loop reads it,
+    - it is the difference of numbers that are equal except for rounding to 16 bits.
 
-    An auxiliary output of the loss function counts as a later value that is off. It is
-    itself wrong if it is not finite where float32's is.
+    Each value in the `aux` of the loss function counts as a later value that is off. It
+    is itself wrong if it is not finite where float32's is.
 
     Args:
       runs: the runs of the gradient.
@@ -161,7 +164,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
 
 
 def _wrong_result(name: str, off: float, cause: Cause, run: Run) -> Wrong:
-    """Reports a result that is off for this cause."""
+    """Builds the `Wrong` of a result that is off for this cause."""
     at_fault = cause.note
     # The loss depends on the derivatives that its function takes. It does not depend on
     # those in a custom rule for the backward pass.
@@ -185,7 +188,7 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     """Finds why a result is not finite in float32 with the program's choices.
 
     With its own choices, float32 may be finite. Then the first number that 16 bits cannot
-    hold is at fault. An example is a largest logit that overflows float16: `logsumexp`
+    hold is at fault. For example, where the largest logit overflows float16, `logsumexp`
     chooses not to subtract it, and float32 follows that choice.
     """
     if runs.in_float32:
@@ -235,10 +238,11 @@ def _float32_determines(in_float32: Note | None, note: Note) -> bool:
 
 
 def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
-    """Returns how far the loss or a gradient is off, and why; None if it is right.
+    """Returns how far the loss or a gradient is off, and why; the cause is None if right.
 
     A loss whose terms cancel may be off only because it is about 0. If all gradients are
-    right, it is compared with how much it changes with the parameters instead.
+    right, its distance from float32's is therefore compared with how much it changes with
+    the parameters, instead of with its size.
     """
     if note.error > TOLERANCE:
         cause = cause_of(note)
@@ -283,8 +287,8 @@ def _change_of_loss(runs: Runs) -> float:
 
     It is the sum over the parameters of the absolute inner product of each with its
     gradient. For example, the loss of a policy is 0 in its first step, because advantages
-    add up to 0. The rounding that remains is negligible if it is far below what a change
-    of the parameters makes of the loss.
+    add up to 0. The rounding that is left in it does not matter if a change of the
+    parameters changes the loss by far more.
     """
     run = runs.fitting
     changes = []
@@ -327,7 +331,8 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
     """Whether a sum is smaller than the rounding of its terms, if `eps` is its precision.
 
     For example, the log-probabilities of a policy in training and at the time that its
-    data was collected are equal but for rounding, so their difference is only rounding.
+    data was collected are equal except for rounding, which is all that their difference
+    consists of.
     """
     terms = max((read.typical for read in note.reads), default=0.0)
     size_of_sum = terms * math.sqrt(note.origin.terms)
