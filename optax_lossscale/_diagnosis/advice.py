@@ -1,11 +1,14 @@
 """The verdict on a model, and the advice for it.
 
 Each generator `_about_...` looks at one part of the findings, and yields remarks. A
-remark is a pair of sentences, one that can be the verdict and one that says what to do.
-For example, `_about_gradients` may yield `("All gradients are 0, in float32 as well.",
-"Look for what stops them, such as a ReLU that is 0 for every input.")`. The generators
-run in order of importance: the first remark of all supplies the verdict, and the advice
-collects what to do about each.
+remark is a pair of sentences: one that can be the verdict, and one that says what to do.
+For a model whose gradients are all 0, they are
+
+    "All gradients are 0, in float32 as well."
+    "Look for what stops them, such as a ReLU that is 0 for every input."
+
+The generators run in order of importance. The first remark of all supplies the verdict,
+and the advice is what to do about each remark.
 """
 
 import math

@@ -18,7 +18,7 @@ TEAL = "#00798c"
 
 
 def axes_for(axes: Axes | None, height: float) -> Axes:
-    """Returns the given axes, or new ones, with a pale grid and no top and right frame.
+    """Returns the given axes, or new ones, with a pale grid and a frame on two sides.
 
     Args:
       axes: one matplotlib `Axes`, or None to make a new figure.

@@ -60,7 +60,7 @@ class Operation(NamedTuple):
       count: how many of these operations the program has.
       multiplications: how many multiplications one run computes; 0 if these operations
         are not products.
-      terms: how many numbers are summed into one, at most.
+      terms: the most numbers that one of these operations sums into one.
       by_choice: whether a product has its dtype on purpose: it asks for its precision,
         or Optax made it.
     """
@@ -255,7 +255,8 @@ def _report_on(
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
         values = floats or list(filter(is_inexact, eqn.outvars))
-        return DtypeReport(opaque=(operation(values),) if values else ())
+        opaque = (operation(values),) if values else ()
+        return DtypeReport(opaque=opaque)
     needs_digits = terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)
     if floats and needs_digits:
         narrow = operation(floats)
@@ -319,10 +320,11 @@ def _row(operation: Operation, total: int) -> tuple[str, ...]:
     size = f"{operation.terms} terms" if operation.terms > 1 else ""
     if operation.multiplications:
         size = percent(operation.multiplications / total)
+    by_choice = ", by choice" if operation.by_choice else ""
     return (
         "",
         " × ".join(dict.fromkeys(dtypes)),
         size,
         f"{operation.count} {operation.primitive}",
-        f"{operation.source}, by choice" if operation.by_choice else operation.source,
+        operation.source + by_choice,
     )

@@ -36,8 +36,7 @@ class Figures:
         by the norm of the reference. It is 0 if both are zero, 1 if only the reference
         is, and infinite if the result is bad or the difference exceeds the range of
         float32.
-      distance: the norm of the difference, not divided by anything; infinite where
-        `error` is.
+      distance: the norm of the difference itself; infinite where `error` is.
       off_share: the share of the numbers that are finite and differ from the reference
         by more than 5% of it, or of a quarter of the mean size where that is larger. A
         finite mask, such as -3e4, raises the mean size, and so can hide other errors.
@@ -77,12 +76,12 @@ def figures_of(actual: ArrayLike, reference: ArrayLike) -> Figures:
       actual: the result as the program computes it, cast to 32 bits or more.
       reference: the result in the wider floats, cast to the dtype of `actual`.
     """
-    actual = _numbers(actual)
+    actual = _flattened(actual)
     if not actual.size:
         return Figures(count=0)
     # Squares and differences of large numbers may leave the range of float32.
     with np.errstate(all="ignore"):
-        return _figures(actual, _numbers(reference))
+        return _figures(actual, _flattened(reference))
 
 
 def figures_of_choices(actual: ArrayLike, reference: ArrayLike) -> Figures:
@@ -93,7 +92,7 @@ def figures_of_choices(actual: ArrayLike, reference: ArrayLike) -> Figures:
 
 
 def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
-    """Compares two flat arrays of floats, neither of them empty."""
+    """Compares two flat arrays of floats, which are not empty."""
     sizes = np.abs(reference)
     # Unlike `max`, `np.maximum` returns NaN if either operand is NaN.
     largest = float(np.maximum(sizes.max(), np.abs(actual).max()))
@@ -157,7 +156,9 @@ def _norm(x: np.ndarray) -> float:
     return math.sqrt(total)
 
 
-def _numbers(x: ArrayLike) -> np.ndarray:
+def _flattened(x: ArrayLike) -> np.ndarray:
     """Flattens an array; a complex number becomes its real and imaginary part."""
     flat = np.asarray(x).ravel()
-    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+    if flat.dtype.kind == "c":
+        return flat.view(flat.real.dtype)
+    return flat

@@ -36,7 +36,7 @@ _SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are pri
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the runs show: the fields of a `Diagnosis` but for its verdict and advice."""
+    """What the runs show: all fields of a `Diagnosis` except its verdict and advice."""
 
     is_autocast: bool
     dtypes: DtypeReport
@@ -145,12 +145,12 @@ class Diagnosis(Findings):
             (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
             for name, group in self.underflow.items()
         ]
+        wrong_title = ("Wrong:", "off by", "because")
+        underflow_title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
         lines = [
             *map(wrapped, sentences),
-            *_section(("Wrong:", "off by", "because"), wrong),
-            *_section(
-                ("Underflow:", "lost at 1", f"at {scale}", "bits needed"), underflow
-            ),
+            *_section(wrong_title, wrong),
+            *_section(underflow_title, underflow),
             "What to do:",
             *(wrapped(f"- {remedy}") for remedy in self.advice),
         ]
@@ -201,12 +201,10 @@ class Diagnosis(Findings):
     def _not_compared_sentences(self) -> Iterator[str]:
         """Names the operations that have no float32 version."""
         for operation, source in self.not_compared:
+            what = f"what {operation} computes in 16 bits at {source}"
             if Trait.EFFECTFUL in traits_of(operation):
-                what = (
-                    f"{operation} at {source}, whose results float32 takes as they are"
-                )
-            else:
-                what = f"what {operation} computes in 16 bits at {source}"
+                at = f"{operation} at {source}"
+                what = f"{at}, whose results float32 takes as they are"
             yield f"Not compared: {what}."
 
     def _scale_sentences(self) -> Iterator[str]:

@@ -103,8 +103,8 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
 def _where_enlarged(note: Note) -> Note:
     """Finds the equation that enlarged the numbers of the backward pass most.
 
-    It is searched along the largest operands before `note`. If no equation there enlarged
-    numbers by `_ENLARGED` or more, the result is `note` itself.
+    The search goes back from `note` along the largest operands. If no equation enlarged
+    them by `_ENLARGED` or more, the result is `note` itself.
     """
     path = path_from(note, _largest_operand)
     sizes = [max(step.largest, _SMALLEST) for step in path]
@@ -123,7 +123,7 @@ def underflow(
     """Measures underflow by group of parameters, for groups that lose more than 1%.
 
     Parameters whose names differ only in numbers form a group. The group of all
-    parameters comes first, and the other groups follow, the worst first.
+    parameters comes first. The others follow, and those that lose most lead.
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
@@ -157,11 +157,11 @@ def _gradient_sizes(at_1: Value, fitting: Value) -> _GradientSizes:
     """Compares a gradient in a run at 1 with the same one at the scale that fits."""
     sizes = _flat_sizes(at_1.pair.reference)
     can_be_kept = sizes > sizes.max(initial=0) * _REACH
-    # A number that is zero although float16 can hold it at this scale has cancelled.
+    # A number that vanishes at this scale although float16 can hold it has cancelled.
     is_held = _flat_sizes(fitting.pair.reference) >= least_normal(np.float16)
-    has_cancelled = _has_underflowed(fitting) & is_held
-    are_lost = _has_underflowed(at_1) & ~has_cancelled
-    are_left = _has_underflowed(fitting) & ~is_held
+    has_vanished = _is_zero_or_subnormal(fitting)
+    are_lost = _is_zero_or_subnormal(at_1) & ~(has_vanished & is_held)
+    are_left = has_vanished & ~is_held
     return _GradientSizes(
         sizes[can_be_kept], are_lost[can_be_kept], are_left[can_be_kept]
     )
@@ -187,7 +187,7 @@ def _flat_sizes(x: ArrayLike) -> np.ndarray:
     return sizes.astype(np.float32).ravel()
 
 
-def _has_underflowed(value: Value) -> np.ndarray:
+def _is_zero_or_subnormal(value: Value) -> np.ndarray:
     """Which numbers of a gradient are zero, or subnormal if computed in float16.
 
     A gradient that was widened afterwards keeps the note of the float16 result.
@@ -200,6 +200,7 @@ def _has_underflowed(value: Value) -> np.ndarray:
 
 def _needed_bits(sizes: np.ndarray) -> int:
     """The exponent of the smallest loss scale at which float16 loses at most 1%."""
-    _, exponents = np.frexp(sizes / np.float32(least_normal(np.float16)))
+    normal = np.float32(least_normal(np.float16))
+    _, exponents = np.frexp(sizes / normal)
     bits = np.quantile(1 - exponents, 1 - NOTABLE, method="inverted_cdf")
     return int(np.clip(bits, 0, HIGHEST))
