@@ -1,8 +1,8 @@
 """The verdict on a model, and the advice for it.
 
 Each generator `_about_...` looks at one part of the findings, and yields remarks. A
-remark is a pair of sentences: one that can be the verdict, and one that says what to do.
-For a model whose gradients are all 0, they are
+remark is a pair of sentences: one that can be the verdict, and one that says what to
+do. For a model whose gradients are all 0, these are
 
     "All gradients are 0, in float32 as well."
     "Look for what stops them, such as a ReLU that is 0 for every input."
@@ -59,7 +59,7 @@ def verdict_and_advice(
 
 
 def _fine(findings: Findings) -> str:
-    """The verdict on a model about which there is nothing to remark."""
+    """Words the verdict on a model about which there is nothing to remark."""
     if not findings.computes_in:
         return (
             "Nothing is computed in 16 bits, nor would autocast compute anything in "
@@ -76,14 +76,14 @@ def _fine(findings: Findings) -> str:
 
 
 def _about_what_is_wrong(findings: Findings) -> _Remarks:
-    """Remarks on the loss, the gradients or a value inside, if they are wrong."""
+    """Yields a remark on each result that is wrong."""
     for wrong in findings.wrong:
         verdict = f"{_what_is_wrong(findings, wrong)}: {wrong.because}."
         yield verdict, _remedy(wrong) + _lost_constants(wrong)
 
 
 def _lost_constants(wrong: Wrong) -> str:
-    """A further remedy, if a constant that kept numbers finite may have been lost."""
+    """Words a further remedy if a constant that kept numbers finite may have been lost."""
     if not wrong.is_in_float32 or not wrong.rounded:
         return ""
     return (
@@ -94,7 +94,7 @@ def _lost_constants(wrong: Wrong) -> str:
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
-    """The first half of the verdict, before the colon and the cause."""
+    """Words the first half of the verdict, before the colon and the cause."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = "The loss is" if is_loss else "The gradients are"
@@ -175,7 +175,7 @@ _WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP
 
 
 def _remedy(wrong: Wrong) -> str:
-    """What to do about a wrong result, by what the equation at fault does."""
+    """Advises what to do about a wrong result, by what the equation at fault does."""
     place = wrong.place
     products = [row for row in wrong.rounded if row.is_any(Trait.PRODUCT)]
     after_products = [row for row in wrong.rounded if row not in products]
@@ -207,7 +207,7 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _about_choices(findings: Findings) -> _Remarks:
-    """A remark on choices that float32 would make otherwise, if they change a result."""
+    """Yields a remark if float32 would choose otherwise, and so change a result."""
     off = findings.off_by_choices
     if not off or not findings.choices:
         return
@@ -224,7 +224,7 @@ def _about_choices(findings: Findings) -> _Remarks:
 
 
 def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remarks:
-    """A remark on products that a wide operand widens, if most multiplications are wide.
+    """Yields a remark if most multiplications are wide because one operand was widened.
 
     A product whose operands are both widened is meant to be wide. It is only named
     together with others that are not.
@@ -245,7 +245,7 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
 
 
 def _about_gradients(findings: Findings) -> _Remarks:
-    """A remark on a loss or gradients that are nothing but rounding, or gradients of 0."""
+    """Yields a remark if the loss or gradients are only rounding, or all gradients are 0."""
     if findings.wrong or not findings.computes_in:
         return
     n_undetermined = len(findings.undetermined)
@@ -278,7 +278,7 @@ def _about_gradients(findings: Findings) -> _Remarks:
 
 
 def _about_loss_dtype(findings: Findings) -> _Remarks:
-    """A remark on a loss in float16, which bounds the loss scale."""
+    """Yields a remark on a loss in float16, which bounds the loss scale."""
     if findings.loss_dtype == np.float16 and not findings.wrong:
         yield (
             "float16 is fine except for the loss: the loss scale is its gradient, and "
@@ -291,7 +291,7 @@ def _about_loss_dtype(findings: Findings) -> _Remarks:
 
 
 def _about_scale(findings: Findings) -> _Remarks:
-    """Remarks on the loss scale: whether the model needs one, and which."""
+    """Yields remarks on the loss scale: whether the model needs one, and which."""
     fits = findings.scale_that_fits
     if not fits or (findings.wrong and fits.largest < 1):  # the cause is what is wrong
         return
@@ -320,7 +320,7 @@ def _about_scale(findings: Findings) -> _Remarks:
 
 
 def _without_a_scale(findings: Findings, scale: str) -> str:
-    """What happens to gradients without a loss scale; `scale` is the one that fits."""
+    """Says what happens without a loss scale; `scale` is the name of the one that fits."""
     without = f"Without a loss scale of about {scale},"
     if not findings.is_finite_without:
         return f"{without} gradients are not finite."

@@ -1,6 +1,7 @@
 """The look that `Diagnosis.plot` and the functions of `ols.plot` share.
 
-Importing this file raises an `ImportError` that names the extra if matplotlib is missing.
+Importing this file raises an `ImportError` that names the extra if matplotlib is
+missing.
 """
 
 from optax_lossscale._arrays import messages

@@ -1,8 +1,8 @@
 """Why a result is off: the equation at fault, and what it does to the numbers.
 
-`fault.py` finds the equation whose result is off although its operands are not. This file
-classifies what the equation does, as a member of `How`. It reads the *notes* of the
-result and its operands, which record how far each is off and how large it is (see
+`fault.py` finds the equation whose result is off although its operands are not. This
+file classifies what the equation does, as a member of `How`. It reads the *notes* of
+the result and its operands, which record how far each is off and how large it is (see
 `notes.py`). For example, a difference *cancels* if it is far smaller than its operands,
 because mostly their rounding remains. A cast to float16 whose result is infinite
 *overflows*. If the equation only moved or chose numbers, the earlier equation that
@@ -27,8 +27,8 @@ from optax_lossscale._diagnosis.paths import path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
-# A sum cancels if it is smaller than this, relative to its terms. A term that is smaller
-# than this, relative to the largest term, hardly contributes.
+# A sum cancels if it is smaller than this, relative to its terms. A term that is
+# smaller than this, relative to the largest term, hardly contributes.
 _SMALL = 0.2
 
 
@@ -209,7 +209,7 @@ def _cancels(note: Note) -> bool:
 
 
 def _size_of_terms(note: Note) -> float:
-    """The size that a sum of its terms would typically have if their signs were random."""
+    """Estimates the size that a sum of its terms would have if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
     growth = math.sqrt(note.origin.terms)
     if note.is_any(Trait.PRODUCT):
@@ -263,8 +263,8 @@ def _where_lost(note: Note) -> Note:
 def _operands_that_count(note: Note) -> Sequence[Note]:
     """Returns the operands whose rounding counts in a result.
 
-    A product in 16 bits rounds its own result, so its operands do not count. In a sum of
-    two, a term that is small beside the other does not count.
+    A product in 16 bits rounds its own result, so its operands do not count. In a sum
+    of two, a term that is small beside the other does not count.
     """
     if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
         return ()

@@ -1,8 +1,8 @@
 """`diagnose`: a full report on a model in 16 bits, from a loss function and a batch.
 
 The gradient is traced (in `gradient.py`) and run beside float32 (`run.py`). From these
-runs, this file fills in the report: what is off and why (`wrong.py`, `choices.py`), which
-loss scale fits (`scale.py`), and what to do (`advice.py`).
+runs, this file fills in the report: what is off and why (`wrong.py`, `choices.py`),
+which loss scale fits (`scale.py`), and what to do (`advice.py`).
 """
 
 from collections.abc import Callable, Container
@@ -40,25 +40,25 @@ def diagnose(
 ) -> Diagnosis:
     """Reports whether 16 bits are fine for a model as it is, and if not, what to do.
 
-    Runs the gradient of the loss function and computes every value twice: as the program
-    does, and in float32. It does so at a loss scale of 1 and, where gradients are in
-    float16, at the scale that fits. The report says whether the loss, the gradients and
-    the values inside the model are right. Where they are wrong, it names the line and the
-    layer, and says what to do. It also says which loss scale fits, and how many gradients
-    are lost to underflow. A loss function that computes in float32 is diagnosed as
-    `autocast` runs it.
+    Runs the gradient of the loss function and computes every value twice: as the
+    program does, and in float32. It does so at a loss scale of 1 and, where gradients
+    are in float16, at the scale that fits. The report says whether the loss, the
+    gradients and the values inside the model are right. Where they are wrong, it names
+    the line and the layer, and says what to do. It also says which loss scale fits, and
+    how many gradients are lost to underflow. A loss function that computes in float32
+    is diagnosed as `autocast` runs it.
 
     Float32 makes the same choices as the program, such as indices and branches. If it
-    would choose otherwise, or if anything is off, the gradient is also run in float32 with
-    its own choices, and compared with float64. Constants are the same in float32 as
-    tracing the program left them: where bfloat16 has rounded 0.999 to 1, it is 1 in
+    would choose otherwise, or if anything is off, the gradient is also run in float32
+    with its own choices, and compared with float64. Constants are the same in float32
+    as tracing the program left them: where bfloat16 has rounded 0.999 to 1, it is 1 in
     float32 too, and no error is found.
 
     A long run prints a line of progress to stderr every 10 seconds or so.
 
-    Call `diagnose` on the host, with a loss function that names no axis of a surrounding
-    `pmap` or `shard_map`. A skipped step leaves everything as it was, so you can diagnose
-    it afterwards. Other parameters and batches may behave differently.
+    Call `diagnose` on the host, with a loss function that names no axis of a
+    surrounding `pmap` or `shard_map`. A skipped step leaves everything as it was, so
+    you can diagnose it afterwards. Other parameters and batches may behave differently.
 
     Args:
       loss_fn: a function of `(params, *args, **kwargs)` that returns the loss. The loss
@@ -98,8 +98,8 @@ def diagnose(
     validation.check_function("loss_fn", loss_fn)
     check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
     validation.check_concrete("diagnose", (params, args, kwargs, opt_state))
-    # Numbers that are not finite have to be reported, not raised as errors, and the host
-    # has to read all of them.
+    # Numbers that are not finite have to be reported, not raised as errors, and the
+    # host has to read all of them.
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -165,14 +165,14 @@ def _findings(
 
 
 def _undetermined(run: Run, judged: Container[str]) -> tuple[str, ...]:
-    """The names of gradients that were not judged, except constants, which are exact."""
+    """Returns the names of gradients that were not judged; constants are always right."""
     return tuple(
         name for name, value in run.grads.items() if value.note and name not in judged
     )
 
 
 def _loss_in_float32(runs: Runs) -> float:
-    """The loss in float32 with the program's choices, or its own if it is not finite."""
+    """Returns the loss in float32: with the program's choices, or its own if not finite."""
     loss = runs.fitting.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
         loss = runs.in_float32.loss.pair.actual
@@ -180,7 +180,7 @@ def _loss_in_float32(runs: Runs) -> float:
 
 
 def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """How far gradients are off without a loss scale, although right with one, by name."""
+    """Returns how far gradients are off without a loss scale, of those right with one."""
     off = {}
     for name, value in runs.at_1.grads.items():
         if name in right and value.note and value.note.error > TOLERANCE:

@@ -1,7 +1,7 @@
 """`dtype_report`: which operations of a program compute in which dtype, by line.
 
-It reads the traced program and runs nothing. A row collects the operations of one kind on
-one line, as in
+It reads the traced program and runs nothing. A row collects the operations of one kind
+on one line, as in
 
     float16→float32 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
 
@@ -145,12 +145,13 @@ class DtypeReport(NamedTuple):
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """Reports in which dtypes a function computes, and which source lines made it so.
 
-    JAX promotes operands to the widest dtype among them, and so do Flax's modules without
-    a `dtype`. A single float32 input is therefore enough to have everything after it
-    computed in float32, which shows only in the time that it takes. `autocast` avoids
-    that. This report counts matrix products and convolutions, and their multiplications,
-    by the dtype of their operands. It also lists where sums, exponentials, logarithms and
-    powers are computed in 16 bits, which have few digits and a small range.
+    JAX promotes operands to the widest dtype among them, and so do Flax's modules
+    without a `dtype`. A single float32 input is therefore enough to have everything
+    after it computed in float32, which shows only in the time that it takes. `autocast`
+    avoids that. This report counts matrix products and convolutions, and their
+    multiplications, by the dtype of their operands. It also lists where sums,
+    exponentials, logarithms and powers are computed in 16 bits, which have few digits
+    and a small range.
 
     It traces the function with everything inside, but runs and compiles nothing, so
     shapes are enough. Give it the training step to include the backward pass. Every
@@ -201,13 +202,16 @@ def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
 
 @cached_by_program
 def _report_of(
-    jaxpr: Jaxpr, usual: Any, line: str = "", before: tuple[np.dtype, ...] = ()
+    jaxpr: Jaxpr,
+    default_precision: Any,
+    line: str = "",
+    before: tuple[np.dtype, ...] = (),
 ) -> DtypeReport:
     """Reports on an open jaxpr, and on all programs inside it.
 
     Args:
       jaxpr: the program.
-      usual: the precision of a product that asks for none.
+      default_precision: the precision of a product whose call does not ask for one.
       line: the user's line that runs the program; "" for the whole program.
       before: the dtypes of its arguments before they were widened; empty if unknown.
     """
@@ -223,11 +227,12 @@ def _report_of(
             for v, dtype in zip(eqn.outvars, itertools.cycle(operands)):
                 unwidened[id(v)] = dtype
         source = line_of(eqn, line)
-        reports.append(_report_on(eqn, usual, source, unwidened))
-        of_call = operands if Trait.CALLS in traits(eqn) else ()
+        reports.append(_report_on(eqn, default_precision, source, unwidened))
+        inner_before = operands if Trait.CALLS in traits(eqn) else ()
         for program in programs_in(eqn):
-            inner = _report_of(open_jaxpr(program), usual, source, of_call)
-            reports.append(_repeated(inner, _times_run(eqn)))
+            inner = open_jaxpr(program)
+            report = _report_of(inner, default_precision, source, inner_before)
+            reports.append(_repeated(report, _times_run(eqn)))
     return DtypeReport(
         products=_merged(report.products for report in reports),
         narrow=_merged(report.narrow for report in reports),
@@ -236,7 +241,10 @@ def _report_of(
 
 
 def _report_on(
-    eqn: JaxprEqn, usual: Any, source: str, unwidened: Mapping[int, np.dtype]
+    eqn: JaxprEqn,
+    default_precision: Any,
+    source: str,
+    unwidened: Mapping[int, np.dtype],
 ) -> DtypeReport:
     """Reports on a single equation, without the programs inside it."""
 
@@ -247,7 +255,7 @@ def _report_on(
 
     floats = list(filter(is_inexact, eqn.invars))
     if is_product(eqn):
-        has_own = asks_for_highest(eqn) and eqn.params["precision"] != usual
+        has_own = asks_for_highest(eqn) and eqn.params["precision"] != default_precision
         product = operation(eqn.invars[:2])._replace(
             multiplications=results_of(eqn) * terms_of(eqn),
             by_choice=has_own or is_of_optax(eqn),
@@ -268,7 +276,7 @@ def _report_on(
 def _dtypes_before(
     values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
 ) -> tuple[np.dtype, ...]:
-    """The dtypes that values had before they were widened, if they were."""
+    """Returns the dtypes that values had before they were widened, if they were."""
     return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
@@ -282,7 +290,7 @@ def _repeated(report: DtypeReport, times: int) -> DtypeReport:
 
 
 def _times_run(eqn: JaxprEqn) -> int:
-    """How often an equation runs the programs inside it; 1 for a `while`."""
+    """Returns how often an equation runs the programs inside it; 1 for a `while`."""
     if Trait.SCANS in traits(eqn):
         return eqn.params["length"]
     if Trait.MAPS in traits(eqn):
@@ -314,8 +322,8 @@ def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
 def _row(operation: Operation, total: int) -> tuple[str, ...]:
     """Formats the cells of a row; `total` is the number of all multiplications."""
     dtypes = [
-        str(now) if now == was else f"{was}→{now}"
-        for now, was in zip(operation.operands, operation.before, strict=True)
+        str(dtype) if dtype == before else f"{before}→{dtype}"
+        for dtype, before in zip(operation.operands, operation.before, strict=True)
     ]
     size = f"{operation.terms} terms" if operation.terms > 1 else ""
     if operation.multiplications:

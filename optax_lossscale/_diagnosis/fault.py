@@ -4,10 +4,10 @@ Take `log(a - b)`, where `a` and `b` are rounded to float16 and nearly equal. Th
 logarithm is far off, but so is its operand. The operands of the difference are not: the
 error jumps there, so the difference is at fault.
 
-Each result has a *note*, which records how far it is off, and refers to the notes of its
-operands (see `notes.py`). From the note of a wrong result, `at_fault` goes back to the
-operand that is off the most, and on from there, as long as an operand is off by more than
-rounding. In the example, this path is the logarithm and the difference.
+Each result has a *note*, which records how far it is off, and refers to the notes of
+its operands (see `notes.py`). From the note of a wrong result, `at_fault` goes back to
+the operand that is off the most, and on from there, as long as an operand is off by
+more than rounding. In the example, this path is the logarithm and the difference.
 
 The earliest value on the path that is off by more than 5% decides. If it is not finite,
 its equation is at fault. Otherwise the fault is with this equation or an earlier one on
@@ -33,10 +33,10 @@ _MANY_ITERATIONS = 8
 def at_fault(note: Note) -> Note | None:
     """Finds the equation at fault; returns its note, or None if no equation stands out.
 
-    An equation on the path whose operand is already off by more than 5% is not at fault,
-    however much worse its result is. If no value on the path is off by that much, the
-    whole path is searched. This happens to a value inside if many of its numbers are off,
-    but only the small ones.
+    An equation on the path whose operand is already off by more than 5% is not at
+    fault, however much worse its result is. If no value on the path is off by that
+    much, the whole path is searched. This happens to a value inside if many of its
+    numbers are off, but only the small ones.
     """
     path = path_from(note, _off_operand)
     start = 0
@@ -50,8 +50,9 @@ def at_fault(note: Note) -> Note | None:
 def worst_operand(note: Note) -> Note | None:
     """Returns the operand that is off the most, or None if there are no operands.
 
-    The operands of a sum or a choice are compared by `distance`, because a large relative
-    error of a small term hardly changes a sum. All others are compared by `error`.
+    The operands of a sum or a choice are compared by `distance`, because a large
+    relative error of a small term hardly changes a sum. All others are compared by
+    `error`.
     """
     if not note.bad and note.is_any(Trait.ADDS_TWO | Trait.CHOOSES):
         return max(note.reads, key=lambda read: read.distance, default=None)
@@ -82,8 +83,8 @@ def _where_error_grows(path: Sequence[Note]) -> Note | None:
 def _in_many_iterations(path: Sequence[Note]) -> Note | None:
     """Finds an equation in which the error grows a little in each of many iterations.
 
-    Of several such equations, those that round to 16 bits come first, and among them the
-    sums.
+    Of several such equations, those that round to 16 bits come first, and among them
+    the sums.
     """
     counts = Counter(note.origin for note in path if note.rounds)
     often = [note for note in path if counts[note.origin] >= _MANY_ITERATIONS]

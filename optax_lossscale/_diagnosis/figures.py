@@ -1,9 +1,9 @@
 """Figures: how far a result is from its reference, and how large it is.
 
-`diagnose` computes each result twice: as the program does, and in wider floats, which is
-the *reference*. `figures_of` compares the two with NumPy, on the host. For the result
-`[1.0, 2.0]` with the reference `[1.0, 2.5]`, `error` is 0.5 / norm([1.0, 2.5]), or 19%,
-and `off_share` is one half: only the second number is off by more than 5%.
+`diagnose` computes each result twice: as the program does, and in wider floats, which
+is the *reference*. `figures_of` compares the two with NumPy, on the host. For the
+result `[1.0, 2.0]` with the reference `[1.0, 2.5]`, `error` is 0.5 / norm([1.0, 2.5]),
+or 19%, and `off_share` is one half: only the second number is off by more than 5%.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class Figures:
       nan: whether a number is NaN where the reference is finite.
       is_reference_finite: whether all numbers of the reference are finite.
       is_reference_nan: whether a number of the reference is NaN.
-      lost: the share of numbers that are zero, among those whose reference is finite and
-        not zero.
+      lost: the share of numbers that are zero, among those whose reference is finite
+        and not zero.
       at_limit: whether a number is 1 or -1 where the reference lies strictly between.
       decided: for indices and conditions, the share that the reference decides
         otherwise; 0 for floats.
@@ -149,7 +149,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
 
 
 def _norm(x: np.ndarray) -> float:
-    """The Euclidean norm, summed in float64 if the sum leaves the range of float32."""
+    """Computes the Euclidean norm, in float64 if the sum leaves the range of float32."""
     total = float(x @ x)
     if not 2.0**-100 < total < math.inf:
         total = float(np.square(x, dtype=np.float64).sum())

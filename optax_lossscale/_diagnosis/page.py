@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills `Findings` from its runs. A `Diagnosis` adds a verdict and advice, which
-`advice.py` words. Printing a `Diagnosis` prints the page: sentences about the dtypes, the
-verdict and the loss scale, tables of what is wrong and of what underflows, and the
-advice. A shortened example:
+`diagnose` fills `Findings` from its runs. A `Diagnosis` adds a verdict and advice,
+which `advice.py` words. Printing a `Diagnosis` prints the page: sentences about the
+dtypes, the verdict and the loss scale, tables of what is wrong and of what underflows,
+and the advice. A shortened example:
 
     Computes in float16 (100.0% of the multiplications); the loss is float32.
     Without a loss scale, float16 loses 95.7% of the gradients to underflow.
@@ -85,26 +85,27 @@ class Diagnosis(Findings):
       scale: the loss scale at which the gradients were compared.
       loss_scale: the loss scale in the optimizer's state, or None if there is no state
         or no loss scale in it.
-      wrong: the loss and gradients that are off by more than 5%, and why: the loss first,
-        then the worst gradient. If all are right, the first value inside of which more
-        than a fifth of the numbers are off by more than 5%.
+      wrong: the loss and gradients that are off by more than 5%, and why: the loss
+        first, then the worst gradient. If all are right, the first value inside of
+        which more than a fifth of the numbers are off by more than 5%.
       off: how far the loss and each gradient are from float32's, relative to those. A
-        loss whose terms cancel is compared with how much it changes with the parameters.
-        Results that float32 does not determine, because it is off from float64 as well,
-        are left out, such as the gradient of a bias before a normalization.
+        loss whose terms cancel is compared with how much it changes with the
+        parameters. Results that float32 does not determine, because it is off from
+        float64 as well, are left out, such as the gradient of a bias before a
+        normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
         is empty if any result is wrong already with the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or numbers
         of iterations. Each line is listed once, with the choice that differs most.
-      initial_scale: the loss scale that fits. It is None if gradients are finite at none
-        of the scales tried, or if the loss or float32's results are not finite.
+      initial_scale: the loss scale that fits. It is None if gradients are finite at
+        none of the scales tried, or if the loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
       undetermined: the parameters whose gradients float32 does not determine.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
-      off_without: how far gradients are off without a loss scale. Only gradients that are
-        off by more than 5% without it, and right at `scale`, are listed.
+      off_without: how far gradients are off without a loss scale. Only gradients that
+        are off by more than 5% without it, and right at `scale`, are listed.
       underflow: how many of the gradients that are not wrong underflow, by the path of
         the parameters without its numbers. The group "all" comes first, then the group
         that loses most. Groups that lose 1% or less are left out.

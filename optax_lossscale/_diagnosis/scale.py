@@ -1,9 +1,9 @@
 """Which loss scale fits, and how many gradients underflow without it.
 
 Where a backward pass is linear in the loss scale, as nearly all are, the magnitudes of
-one run tell at which scale each of its results overflows. If the largest number in a run
-at scale 1 is 2**6, float16 overflows at a scale of 2**10. The largest usable scale is
-then 2**9, and the scale that fits is `MARGIN` bits below that: 2**7.
+one run tell at which scale each of its results overflows. If the largest number in a
+run at scale 1 is 2**6, float16 overflows at a scale of 2**10. The largest usable scale
+is then 2**9, and the scale that fits is `MARGIN` bits below that: 2**7.
 """
 
 import math
@@ -20,8 +20,8 @@ from optax_lossscale._diagnosis.notes import ALL, Note, least_infinite, least_no
 from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._diagnosis.value import Value
 
-# The exponent of the largest scale. The reciprocal of a larger one would be subnormal in
-# float32, and flushed to zero.
+# The exponent of the largest scale. The reciprocal of a larger one would be subnormal
+# in float32, and flushed to zero.
 HIGHEST = 126
 MARGIN = 2  # bits between the initial scale and the largest, because gradients may grow
 NOTABLE = 0.01  # the share of gradients above which underflow is worth mentioning
@@ -60,14 +60,15 @@ class InitialScale(NamedTuple):
 class Underflow(NamedTuple):
     """How many gradients of one group of parameters underflow.
 
-    Numbers count if, in float32, they are above 2**-40 of the largest number in the same
-    gradient. A number that is 0 because its terms cancelled does not count as lost.
+    Numbers count if, in float32, they are above 2**-40 of the largest number in the
+    same gradient. A number that is 0 because its terms cancelled does not count as
+    lost.
 
     Attributes:
       lost: the share of these numbers that is zero or subnormal at a loss scale of 1.
       left: the same share at the scale that fits.
-      bits: the exponent of the smallest loss scale, among powers of two, at which at most
-        1% of these numbers are below the normal numbers of float16.
+      bits: the exponent of the smallest loss scale, among powers of two, at which at
+        most 1% of these numbers are below the normal numbers of float16.
     """
 
     lost: float
@@ -182,13 +183,13 @@ def _underflow_of(gradients: Sequence[_GradientSizes]) -> Underflow:
 
 
 def _flat_sizes(x: ArrayLike) -> np.ndarray:
-    """The absolute values of an array, flattened, in float32."""
+    """Returns the absolute values of an array, flattened, in float32."""
     sizes = np.abs(np.asarray(x))
     return sizes.astype(np.float32).ravel()
 
 
 def _is_zero_or_subnormal(value: Value) -> np.ndarray:
-    """Which numbers of a gradient are zero, or subnormal if computed in float16.
+    """Marks the numbers of a gradient that are zero, or subnormal if it is in float16.
 
     A gradient that was widened afterwards keeps the note of the float16 result.
     """
@@ -199,7 +200,7 @@ def _is_zero_or_subnormal(value: Value) -> np.ndarray:
 
 
 def _needed_bits(sizes: np.ndarray) -> int:
-    """The exponent of the smallest loss scale at which float16 loses at most 1%."""
+    """Returns the exponent of the smallest loss scale at which float16 loses at most 1%."""
     normal = np.float32(least_normal(np.float16))
     _, exponents = np.frexp(sizes / normal)
     bits = np.quantile(1 - exponents, 1 - NOTABLE, method="inverted_cdf")

@@ -6,16 +6,16 @@ A result is *wrong* if one of these is true:
 - It is not finite even in float32.
 - It is not in proportion to the loss scale.
 
-Two kinds of results are not judged. The first kind is not determined by float32, because
-float32 is off from float64 as well. An example is the gradient of a bias before a
-normalization, which is nothing but rounding. The second kind is the difference of two
+Two kinds of results are not judged. The first kind is not determined by float32,
+because float32 is off from float64 as well. An example is the gradient of a bias before
+a normalization, which is nothing but rounding. The second kind is the difference of two
 equal things, which is 0 in float32 and only rounding in 16 bits.
 
 If the loss and all gradients are right, `wrong_inside` looks for the first intermediate
 value that is wrong. Reports call it "a value inside".
 
-All of this is read from *notes*. A note records how far one result of the run is off, and
-refers to the notes of its operands (see `notes.py`).
+All of this is read from *notes*. A note records how far one result of the run is off,
+and refers to the notes of its operands (see `notes.py`).
 """
 
 import math
@@ -41,11 +41,11 @@ from optax_lossscale._programs.values import is_narrow_dtype
 
 # Only larger numbers are compared, because smaller ones may lack digits in float32.
 _COMPARABLE = 2.0**-100
-# A result that is 0 in float32, and off for one of these reasons, is the difference of two
-# equal things.
+# A result that is 0 in float32, and off for one of these reasons, is the difference of
+# two equal things.
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
-# Where float32 is off by more than 5%, it still determines a result if its error is this
-# many times smaller than the error of 16 bits.
+# Where float32 is off by more than 5%, it still determines a result if its error is
+# this many times smaller than the error of 16 bits.
 _FAR_LESS = 3
 _NEAR = 4  # how many equations back from an infinity to look for a lost constant
 _NO_RIGHT_DIGIT = 0.5  # a number whose error is larger has no right digit
@@ -59,8 +59,8 @@ class Wrong(NamedTuple):
       off: how far the loss or gradient is from float32's, relative to that. It is 1 if
         only float32's is 0, and infinite if either is not finite. If `how` is "is not
         linear", it is instead the relative change of the gradient that the loss scale
-        causes. For "a value inside", it is the share of its numbers that are off by more
-        than 5%. It is infinite if the value is in the `aux` that the loss function
+        causes. For "a value inside", it is the share of its numbers that are off by
+        more than 5%. It is infinite if the value is in the `aux` that the loss function
         returns, and is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
@@ -99,8 +99,8 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """Compares the loss and gradients with float32's.
 
     Returns how far each is off, by name, and those that are wrong: the loss first, then
-    the gradients, the worst first. Results that are not judged, or not finite in float32,
-    are left out of the first.
+    the gradients, the worst first. Results that are not judged, or not finite in
+    float32, are left out of the first.
     """
     run = runs.fitting
     off = {}
@@ -133,7 +133,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     - float32 does not determine it,
     - the program computes in float16, and the later values are below the normal numbers
       of float16,
-    - no result depends on it, for example because only the condition of a loop reads it,
+    - no result depends on it, such as where only the condition of a loop reads it,
     - it is the difference of numbers that are equal except for rounding to 16 bits.
 
     Each value in the `aux` of the loss function counts as a later value that is off. It
@@ -187,9 +187,9 @@ def _wrong_result(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     """Finds why a result is not finite in float32 with the program's choices.
 
-    With its own choices, float32 may be finite. Then the first number that 16 bits cannot
-    hold is at fault. For example, where the largest logit overflows float16, `logsumexp`
-    chooses not to subtract it, and float32 follows that choice.
+    With its own choices, float32 may be finite. Then the first number that 16 bits
+    cannot hold is at fault. For example, where the largest logit overflows float16,
+    `logsumexp` chooses not to subtract it, and float32 follows that choice.
     """
     if runs.in_float32:
         with_own_choices = runs.in_float32.results[name].pair.actual
@@ -205,7 +205,10 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
 
 
 def _near_lost_constants(note: Note) -> tuple[Note, ...]:
-    """Finds the nearest equations up to `note` that read a constant lost to rounding."""
+    """Finds the equations nearest before `note` that read a constant lost to rounding.
+
+    The equation of `note` itself comes first.
+    """
     nearest = [note]
     for _ in range(_NEAR):
         with_constant = [near for near in nearest if near.origin.has_lost_constant]
@@ -217,15 +220,16 @@ def _near_lost_constants(note: Note) -> tuple[Note, ...]:
 
 
 def _in_float32(runs: Runs, name: str) -> Note | None:
-    """The note of the loss or a gradient in float32, if the program ran in float32."""
+    """Returns the note of a result in the run of the program in float32, if there was one."""
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
 def _float32_determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value well enough for 16 bits to be wrong about it.
 
-    It does if float32 is off from float64 by at most 5%, or by far less than 16 bits are
-    off from float32. But a number without any right digit in float32 is not determined.
+    It does if float32 is off from float64 by at most 5%, or by far less than 16 bits
+    are off from float32. But a number without any right digit in float32 is not
+    determined.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.
@@ -240,9 +244,9 @@ def _float32_determines(in_float32: Note | None, note: Note) -> bool:
 def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
     """Returns how far the loss or a gradient is off, and why; the cause is None if right.
 
-    A loss whose terms cancel may be off only because it is about 0. If all gradients are
-    right, its distance from float32's is therefore compared with how much it changes with
-    the parameters, instead of with its size.
+    A loss whose terms cancel may be off only because it is about 0. If all gradients
+    are right, its distance from float32's is therefore compared with how much it
+    changes with the parameters, instead of with its size.
     """
     if note.error > TOLERANCE:
         cause = cause_of(note)
@@ -283,12 +287,12 @@ def _are_grads_right(runs: Runs) -> bool:
 
 
 def _change_of_loss(runs: Runs) -> float:
-    """How much the loss changes with the parameters: a measure for a loss near 0.
+    """Measures how much the loss changes with the parameters, for a loss near 0.
 
     It is the sum over the parameters of the absolute inner product of each with its
-    gradient. For example, the loss of a policy is 0 in its first step, because advantages
-    add up to 0. The rounding that is left in it does not matter if a change of the
-    parameters changes the loss by far more.
+    gradient. For example, the loss of a policy is 0 in its first step, because
+    advantages add up to 0. The rounding that is left in it does not matter if a change
+    of the parameters changes the loss by far more.
     """
     run = runs.fitting
     changes = []
@@ -300,7 +304,7 @@ def _change_of_loss(runs: Runs) -> float:
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
-    """How far a result in float32 is from growing in proportion to the loss scale."""
+    """Measures how far a result in float32 is from growing with the loss scale."""
     if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
         return 0.0
     return abs(note.typical / (at_1.typical * scale) - 1)
@@ -340,5 +344,5 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
 
 
 def _moved_from(note: Note) -> Sequence[Note]:
-    """The operands of a value that a loop only moved; none for a value that it computed."""
+    """Returns the operands of a value that a loop only moved; none of a computed value."""
     return () if note.is_computed else note.reads
