@@ -1,8 +1,14 @@
 """The verdict on a model, and the advice for it.
 
-Each function `_about_...` looks at one side of the findings, and yields remarks: a
-sentence that can be the verdict, with a sentence that says what to do. The first of all
-remarks gives the verdict, and the advice has what to do about each.
+Each generator `_about_...` looks at one part of the findings, and yields remarks. A
+remark is a pair of sentences: one that can be the verdict, and one that says what to
+do. For a model whose gradients are all 0, these are
+
+    "All gradients are 0, in float32 as well."
+    "Look for what stops them, such as a ReLU that is 0 for every input."
+
+The generators run in order of importance. The first remark of all supplies the verdict,
+and the advice is what to do about each remark.
 """
 
 import math
@@ -23,20 +29,20 @@ from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
-_START = round(math.log2(DynamicLossScale.initial_scale))
+_DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
 
 _Remarks = Iterator[tuple[str, str]]
-"""Sentences that can be the verdict, the most important first, each with what to do."""
+"""Pairs of a sentence that can be the verdict and one that says what to do."""
 
 
 def verdict_and_advice(
     findings: Findings, widened: Sequence[Operation]
 ) -> tuple[str, list[str]]:
-    """The verdict, and what to do.
+    """Writes the verdict, and the list of what to do.
 
     Args:
       findings: what the runs show.
-      widened: the products of the forward pass of which an operand was widened.
+      widened: the products of the forward pass that have a widened operand.
     """
     remarks = [
         *_about_what_is_wrong(findings),
@@ -44,7 +50,7 @@ def verdict_and_advice(
         *_about_products(findings, widened),
         *_about_gradients(findings),
         *_about_scale(findings),
-        *_about_the_loss(findings),
+        *_about_loss_dtype(findings),
     ]
     if not remarks:
         return _fine(findings), ["Nothing."]
@@ -53,7 +59,7 @@ def verdict_and_advice(
 
 
 def _fine(findings: Findings) -> str:
-    """The verdict on a model without remarks."""
+    """Words the verdict on a model about which there is nothing to remark."""
     if not findings.computes_in:
         return (
             "Nothing is computed in 16 bits, nor would autocast compute anything in "
@@ -70,14 +76,14 @@ def _fine(findings: Findings) -> str:
 
 
 def _about_what_is_wrong(findings: Findings) -> _Remarks:
-    """Remarks on the loss, gradients or values inside that are off."""
+    """Yields a remark on each result that is wrong."""
     for wrong in findings.wrong:
-        remedy = _remedy(wrong) + _about_constants(wrong)
-        yield f"{_what_is_wrong(findings, wrong)}: {wrong.because}.", remedy
+        verdict = f"{_what_is_wrong(findings, wrong)}: {wrong.because}."
+        yield verdict, _remedy(wrong) + _lost_constants(wrong)
 
 
-def _about_constants(wrong: Wrong) -> str:
-    """A further sentence, if constants were lost that would have kept numbers finite."""
+def _lost_constants(wrong: Wrong) -> str:
+    """Words a further remedy if a constant that kept numbers finite may have been lost."""
     if not wrong.is_in_float32 or not wrong.rounded:
         return ""
     return (
@@ -88,17 +94,17 @@ def _about_constants(wrong: Wrong) -> str:
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
-    """What is wrong, as the beginning of a sentence."""
+    """Words the first half of the verdict, before the colon and the cause."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = "The loss is" if is_loss else "The gradients are"
         return f"{what} not finite in float32 either, so no loss scale helps"
     if is_loss:
-        return _about_loss(findings)
+        return _wrong_loss(findings)
     dtypes = " and ".join(map(str, findings.computes_in))
     give = "give" if len(findings.computes_in) > 1 else "gives"
     if wrong.name != A_VALUE_INSIDE:
-        return _about_gradient(findings, wrong, f"{dtypes} {give}")
+        return _wrong_gradient(findings, wrong, f"{dtypes} {give}")
     inside = f"{dtypes} {give} wrong values inside"
     if findings.off_by_choices:
         return inside
@@ -107,16 +113,16 @@ def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
     )
 
 
-def _about_loss(findings: Findings) -> str:
-    """What is wrong with the loss."""
+def _wrong_loss(findings: Findings) -> str:
+    """Compares a wrong loss with float32's, if that is finite."""
     loss = f"The loss is {findings.loss:.4g} at any loss scale"
-    if not math.isfinite(findings.loss_in_float32):  # as of a kernel
+    if not math.isfinite(findings.loss_in_float32):  # such as after a kernel
         return loss
     return f"{loss}; in float32 it is {findings.loss_in_float32:.4g}"
 
 
-def _about_gradient(findings: Findings, wrong: Wrong, dtypes_give: str) -> str:
-    """What is wrong with a gradient."""
+def _wrong_gradient(findings: Findings, wrong: Wrong, dtypes_give: str) -> str:
+    """Says how far a gradient is off, or what the loss scale changes about it."""
     if findings.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
     if wrong.how is How.IS_NOT_LINEAR:
@@ -164,17 +170,18 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
+# The faults that computing products in float32 would not cure
 _WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
 def _remedy(wrong: Wrong) -> str:
-    """What to do about a result that is wrong, by what its cause does."""
+    """Advises what to do about a wrong result, by what the equation at fault does."""
     place = wrong.place
     products = [row for row in wrong.rounded if row.is_any(Trait.PRODUCT)]
-    others = [row for row in wrong.rounded if row not in products]
+    after_products = [row for row in wrong.rounded if row not in products]
     if not products and place.is_any(Trait.PRODUCT):
         products = [place]
-    between = lines_of(others)
+    between = lines_of(after_products)
     if wrong.is_in_float32:
         return _KEEP_FINITE
     if wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
@@ -200,7 +207,7 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _about_choices(findings: Findings) -> _Remarks:
-    """A remark on choices that float32 makes otherwise, if they change a result."""
+    """Yields a remark if float32 would choose otherwise, and so change a result."""
     off = findings.off_by_choices
     if not off or not findings.choices:
         return
@@ -217,13 +224,13 @@ def _about_choices(findings: Findings) -> _Remarks:
 
 
 def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remarks:
-    """A remark on products that a wide operand widens, if most of them are wide.
+    """Yields a remark if most multiplications are wide because one operand was widened.
 
-    A product of which both operands are widened is meant to be wide. It is named only
-    beside others.
+    A product whose operands are both widened is meant to be wide. It is only named
+    together with others that are not.
     """
-    are_meant = all(HALVES.issuperset(product.before) for product in widened)
-    if findings.wrong or are_meant:
+    are_intended = all(HALVES.issuperset(product.before) for product in widened)
+    if findings.wrong or are_intended:
         return
     dtype = widened[0].dtype
     share = findings.dtypes.shares[dtype]
@@ -238,9 +245,11 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
 
 
 def _about_gradients(findings: Findings) -> _Remarks:
-    """A remark on a loss that is only rounding, or gradients that are all 0."""
+    """Yields a remark if the loss or gradients are only rounding, or all gradients are 0."""
     if findings.wrong or not findings.computes_in:
         return
+    n_undetermined = len(findings.undetermined)
+    n_determined = len(findings.off) - 1  # without the loss
     if THE_LOSS not in findings.off:
         yield (
             f"The loss is nothing but rounding, {findings.loss:.3g} for "
@@ -253,24 +262,23 @@ def _about_gradients(findings: Findings) -> _Remarks:
             "All gradients are 0, in float32 as well.",
             "Look for what stops them, such as a ReLU that is 0 for every input.",
         )
-    elif len(findings.off) == 1:  # that of the loss
+    elif not n_determined:
         yield (
             "The gradients are nothing but rounding, in float32 as well.",
             "Diagnose other parameters or another batch.",
         )
-    elif len(findings.undetermined) >= len(findings.off):  # which has the loss as well
-        n = len(findings.undetermined)
-        total = n + len(findings.off) - 1
+    elif n_undetermined > n_determined:
+        total = n_undetermined + n_determined
         yield (
-            f"Float32 itself does not determine {n} of {total} gradients, which 16 bits "
-            "round by more.",
+            f"Float32 itself does not determine {n_undetermined} of {total} gradients, "
+            "which 16 bits round by more.",
             "Look for what cancels in float32 as well, such as a mean that is large "
             "beside the deviations from it, or diagnose other parameters.",
         )
 
 
-def _about_the_loss(findings: Findings) -> _Remarks:
-    """A remark on a loss in float16."""
+def _about_loss_dtype(findings: Findings) -> _Remarks:
+    """Yields a remark on a loss in float16, which bounds the loss scale."""
     if findings.loss_dtype == np.float16 and not findings.wrong:
         yield (
             "float16 is fine except for the loss: the loss scale is its gradient, and "
@@ -283,14 +291,11 @@ def _about_the_loss(findings: Findings) -> _Remarks:
 
 
 def _about_scale(findings: Findings) -> _Remarks:
-    """Remarks on the loss scale: whether one is needed, and which."""
+    """Yields remarks on the loss scale: whether the model needs one, and which."""
     fits = findings.scale_that_fits
     if not fits or (findings.wrong and fits.largest < 1):  # the cause is what is wrong
         return
     groups = findings.underflow.values()
-    bits = max(
-        (group.bits for group in groups), default=1 if findings.off_without else 0
-    )
     scale = scale_name(fits.scale)
     are_left = any(group.left > TOLERANCE for group in groups)
     if are_left and findings.overflow:
@@ -299,10 +304,12 @@ def _about_scale(findings: Findings) -> _Remarks:
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
         )
-    are_lost_at_1 = groups or findings.off_without
+    least_bits = 1 if findings.off_without else 0
+    bits = max((group.bits for group in groups), default=least_bits)
     yours = findings.loss_scale
     if yours is None:
-        if are_lost_at_1 or not findings.is_finite_without:
+        are_wrong_at_1 = groups or findings.off_without
+        if are_wrong_at_1 or not findings.is_finite_without:
             yield _without_a_scale(findings, scale), _wrap(findings, fits, bits)
     elif not min(2.0**bits, fits.scale) <= yours <= fits.largest:
         problem = "overflow" if yours > fits.largest else "are lost"
@@ -313,16 +320,16 @@ def _about_scale(findings: Findings) -> _Remarks:
 
 
 def _without_a_scale(findings: Findings, scale: str) -> str:
-    """What happens to gradients without a loss scale, such as the one that fits."""
+    """Says what happens without a loss scale; `scale` is the name of the one that fits."""
     without = f"Without a loss scale of about {scale},"
     if not findings.is_finite_without:
         return f"{without} gradients are not finite."
     if findings.underflow:
         name, group = next(iter(findings.underflow.items()))
-        of = "" if name == ALL else f" ({name})"
+        of_group = "" if name == ALL else f" ({name})"
         return (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
-            f"gradients{of} to underflow."
+            f"gradients{of_group} to underflow."
         )
     off = findings.off_without
     worst = max(off, key=off.__getitem__)
@@ -330,11 +337,11 @@ def _without_a_scale(findings: Findings, scale: str) -> str:
 
 
 def _wrap(findings: Findings, fits: InitialScale, bits: int) -> str:
-    """The advice to wrap the optimizer, with a scale unless the default one fits."""
+    """Advises to wrap the optimizer, and names a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
-    if bits <= _START <= exponent and findings.is_finite_without:
+    if bits <= _DEFAULT_EXPONENT <= exponent and findings.is_finite_without:
         return "Wrap the optimizer: with_loss_scale(optimizer)."
-    # A bound that leaves the scale room to fall
+    # A scale below 1 needs a lower bound that leaves it room to fall.
     bound = f", min_scale=2.0**{exponent - 16}" if exponent < 0 else ""
     scale = f"DynamicLossScale(initial_scale=2.0**{exponent}{bound})"
     return f"Wrap the optimizer: with_loss_scale(optimizer, {scale})."

@@ -1,4 +1,8 @@
-"""The look that the picture of a diagnosis and those of `plot` share."""
+"""The look that `Diagnosis.plot` and the functions of `ols.plot` share.
+
+Importing this file raises an `ImportError` that names the extra if matplotlib is
+missing.
+"""
 
 from optax_lossscale._arrays import messages
 
@@ -15,9 +19,11 @@ TEAL = "#00798c"
 
 
 def axes_for(axes: Axes | None, height: float) -> Axes:
-    """The given axes, or new ones; both get a pale grid, and no frame at top and right.
+    """Returns the given axes, or new ones, with a pale grid and a frame on two sides.
 
-    `height` is that of a new figure, in inches.
+    Args:
+      axes: one matplotlib `Axes`, or None to make a new figure.
+      height: the height of a new figure, in inches.
     """
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")

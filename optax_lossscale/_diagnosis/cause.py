@@ -1,8 +1,12 @@
 """Why a result is off: the equation at fault, and what it does to the numbers.
 
-`fault` finds the equation whose result is off where its operands are not. What it does
-follows from the figures of its note and of those that it reads. `How` lists what it may
-do.
+`fault.py` finds the equation whose result is off although its operands are not. This
+file classifies what the equation does, as a member of `How`. It reads the *notes* of
+the result and its operands, which record how far each is off and how large it is (see
+`notes.py`). For example, a difference *cancels* if it is far smaller than its operands,
+because mostly their rounding remains. A cast to float16 whose result is infinite
+*overflows*. If the equation only moved or chose numbers, the earlier equation that
+computed them is named instead.
 """
 
 import enum
@@ -10,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from optax_lossscale._diagnosis.fault import at_fault, worst_read
+from optax_lossscale._diagnosis.fault import at_fault, worst_operand
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     SUMS,
@@ -23,7 +27,9 @@ from optax_lossscale._diagnosis.paths import path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
-_SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
+# A sum cancels if it is smaller than this, relative to its terms. A term that is
+# smaller than this, relative to the largest term, hardly contributes.
+_SMALL = 0.2
 
 
 class How(enum.StrEnum):
@@ -31,40 +37,46 @@ class How(enum.StrEnum):
 
     # Its result is out of range.
     OVERFLOWS = "overflows"
-    VANISHES = "vanishes"  # to zero, or to where its dtype has hardly any digits
-    SATURATES = "saturates"  # at the limit of its function, as a sigmoid does at 1
-    # It adds.
-    CANCELS = "cancels"  # the sum is small beside its terms: their rounding remains
-    STAGNATES = "stagnates"  # a long sum in 16 bits, which further terms do not change
-    # It is another operation, of operands that are right up to rounding.
-    ROUNDS = "rounds"  # in 16 bits, in which its result needs more digits
-    AMPLIFIES = "amplifies"  # in float32, the rounding of its operands
-    IS_UNDEFINED = "is undefined"  # as the logarithm of what was rounded to below 0
+    VANISHES = "vanishes"  # to zero, or below the normal numbers of its dtype
+    SATURATES = (
+        "saturates"  # is rounded to a limit of its function, like a sigmoid to 1
+    )
+    # It is a sum.
+    CANCELS = "cancels"  # is small beside its terms, so that their rounding remains
+    STAGNATES = "stagnates"  # sums so many terms in 16 bits that further ones are lost
+    # It is another operation, and its operands are right up to rounding.
+    ROUNDS = "rounds"  # to 16 bits, which are too few for its result
+    AMPLIFIES = "amplifies"  # computes in float32, but enlarges its operands' rounding
+    IS_UNDEFINED = (
+        "is undefined"  # such as the logarithm of a number rounded to below 0
+    )
     # No equation can be blamed.
-    IS_A_KERNEL = "is a kernel"  # of which nothing but the result is seen
+    IS_A_KERNEL = "is a kernel"  # of which only the results are known
     IS_NOT_LINEAR = "is not linear"  # in the loss scale
-    ADDS_UP = "adds up"  # a little is added in each of many equations
+    ADDS_UP = "adds up"  # a small error in each of many equations
 
 
 SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
-"""What an equation does that more digits, in it or in its operands, would cure."""
+"""The faults that more digits, in the equation or in its operands, would cure."""
 
 
 class Cause(NamedTuple):
     """What makes a result wrong."""
 
     how: How
-    note: Note  # of the equation at fault; of the result itself, if no equation is
-    # The values in 16 bits to whose rounding that equation is sensitive
+    # The note of the equation at fault, or of the wrong result if no equation is
+    note: Note
+    # The values in 16 bits to whose rounding the equation is sensitive
     rounded: tuple[Note, ...] = ()
     is_in_float32: bool = False  # whether the result is not finite in float32 either
 
 
 def cause_of(note: Note) -> Cause:
-    """Why a result is off from float32's.
+    """Finds why a result is off from float32's.
 
-    The equation at fault may only have moved numbers, or have a pole where numbers were
-    lost or rounded to a limit. Then the earlier equation that made them so is named.
+    The equation at fault may only have moved numbers. Or it may have a pole at a number
+    that an earlier equation lost, or rounded to the limit of its function. The cause is
+    then the earlier equation.
     """
     fault = at_fault(note)
     if fault is None:
@@ -73,95 +85,113 @@ def cause_of(note: Note) -> Cause:
         return Cause(How.IS_A_KERNEL, fault)
     how = _how_not_finite(fault) if fault.bad else _how_off(fault)
     if how is How.OVERFLOWS:
-        return Cause(how, _computed(fault))
+        return Cause(how, _where_computed(fault))
     if how is How.VANISHES and fault.bad:
-        fault = _first_lost(max(fault.reads, key=lambda read: read.lost))
-        if fault.is_any(Trait.ADDS_TWO):  # which gives 0 only for numbers that cancel
+        most_lost = max(fault.reads, key=lambda read: read.lost)
+        fault = _where_lost(most_lost)
+        if fault.is_any(Trait.ADDS_TWO):  # A sum of two is 0 only if they cancel.
             how = How.CANCELS
-    computed = _computed(fault)
-    # The last is the first to be looked at.
-    limits = back_from([*computed.reads, computed], _limits_in)
-    saturated = next(filter(_saturates, limits), None)
-    if saturated is not None:
-        return Cause(How.SATURATES, saturated)
+    computed = _where_computed(fault)
+    # `back_from` begins with the last of the notes that it is given.
+    for earlier in back_from([*computed.reads, computed], _operands_at_limit):
+        if _saturates(earlier):
+            return Cause(How.SATURATES, earlier)
     if how in SENSITIVE:
-        return _for_want_of_digits(how, computed)
+        return _cause_if_sensitive(how, computed)
     return Cause(how, computed)
 
 
-def _for_want_of_digits(how: How, note: Note) -> Cause:
-    """The cause if an equation is sensitive to rounding, or to numbers that were lost."""
+def _cause_if_sensitive(how: How, note: Note) -> Cause:
+    """Completes the cause for an equation that more digits would cure.
+
+    It adds the values in 16 bits to whose rounding the equation is sensitive. If the
+    equation amplifies numbers of which many were lost, the equation that lost them is
+    the cause instead.
+    """
     rounded = tuple(
         earlier
-        for earlier in back_from(note.reads, _rounded_in)
+        for earlier in back_from(note.reads, _operands_that_count)
         if is_narrow_dtype(earlier.dtype) and earlier.is_computed
     )
     lost = [earlier for earlier in rounded if earlier.lost > LARGE_SHARE]
     if how is How.AMPLIFIES and lost:
-        return Cause(How.VANISHES, _first_lost(lost[0]))
+        return Cause(How.VANISHES, _where_lost(lost[0]))
     return Cause(how, note, rounded)
 
 
 def cause_in_float32(note: Note) -> Cause:
-    """Why a result is not finite in float32: the first equation that gives such numbers.
+    """Finds why a result is not finite in float32: the first equation where that is so.
 
-    If that is a kernel, which computes in 16 bits all the same, what float32 would give
-    is not known.
+    If this equation is a kernel, it is unknown what float32 would compute, because the
+    reference of a kernel is computed in 16 bits as well.
     """
-    first = path_from(note, _not_finite_before)[-1]
+    first = path_from(note, _operand_not_finite)[-1]
     if first.stays_narrow:
         return Cause(How.IS_A_KERNEL, first)
     how = How.IS_UNDEFINED if first.is_reference_nan else How.OVERFLOWS
     return Cause(how, first, is_in_float32=True)
 
 
-def _not_finite_before(note: Note) -> Note | None:
-    """The operand that makes a result not finite in float32, if one does.
+def _operand_not_finite(note: Note) -> Note | None:
+    """Returns the operand that makes a result not finite in float32, if one does.
 
-    Infinities of a mask do not: where they give NaN, the equation that reads them does.
+    The infinities of a mask are meant to be there. If they turn into NaN, the equation
+    that reads them is at fault, and not the mask.
     """
-    read = _not_finite(note)
+    operand = _first_not_finite(note)
     if not note.is_reference_nan:
-        return read
-    nans = (read for read in note.reads if read.is_reference_nan)
-    return next(nans, None if _is_mask(note) else read)
+        return operand
+    for read in note.reads:
+        if read.is_reference_nan:
+            return read
+    return None if _is_masked(note) else operand
 
 
-def _not_finite(note: Note) -> Note | None:
-    """The first operand that is not finite in float32."""
-    return next((read for read in note.reads if not read.is_reference_finite), None)
+def _first_not_finite(note: Note) -> Note | None:
+    """Returns the first operand that is not finite in float32, if there is one."""
+    for read in note.reads:
+        if not read.is_reference_finite:
+            return read
+    return None
 
 
-def _is_mask(note: Note) -> bool:
-    """Whether the infinities that make a NaN are a mask's, and not the model's own."""
-    path = path_from(note, _not_finite)
-    if any(on_path.is_any(Trait.PRODUCT) for on_path in path):
-        return False  # masks come after products
-    return not path[-1].reads or path[-1].is_any(Trait.FILLS)
+def _is_masked(note: Note) -> bool:
+    """Whether the infinities that led to a NaN come from a mask, not from the model.
+
+    They do if they go back to an argument, a constant or an operation that fills in
+    numbers, with no product between: masks are applied after products.
+    """
+    path = path_from(note, _first_not_finite)
+    if any(step.is_any(Trait.PRODUCT) for step in path):
+        return False
+    first = path[-1]
+    return not first.reads or first.is_any(Trait.FILLS)
 
 
 # --- what the equation at fault does ---
 
 
 def _how_not_finite(note: Note) -> How:
-    """What an equation does whose result is not finite where float32's is."""
+    """Classifies an equation whose result is not finite where float32's is."""
     infinite = least_infinite(note.dtype)
     if note.largest >= infinite * (1 - TOLERANCE):
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
         return How.VANISHES
-    # What a sum adds may overflow before the result. Other operations have a pole at
-    # what their operands are rounded to.
+    # A partial sum may overflow although the reference of the whole sum is small. Any
+    # other operation has a pole at the numbers to which its operands were rounded.
     is_infinite = is_narrow_dtype(note.dtype) and not note.nan
     is_sum = note.is_any(SUMS | Trait.PRODUCT)
-    return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
+    if is_infinite and is_sum:
+        return How.OVERFLOWS
+    return How.IS_UNDEFINED
 
 
 def _how_off(note: Note) -> How:
-    """What an equation does whose result is off, but finite."""
+    """Classifies an equation whose result is off, but finite."""
     if _cancels(note):
         return How.CANCELS
-    dtype = _computed(note).dtype
+    dtype = _where_computed(note).dtype
     is_narrow = is_narrow_dtype(dtype)
     if is_narrow and 0 < note.typical < least_normal(dtype):
         return How.VANISHES
@@ -179,48 +209,50 @@ def _cancels(note: Note) -> bool:
 
 
 def _size_of_terms(note: Note) -> float:
-    """How large a sum of its terms would be if their signs were random."""
+    """Estimates the size that a sum of its terms would have if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
-    size = math.prod(sizes) if note.is_any(Trait.PRODUCT) else max(sizes, default=0.0)
-    return size * math.sqrt(note.origin.terms)
+    growth = math.sqrt(note.origin.terms)
+    if note.is_any(Trait.PRODUCT):
+        return growth * math.prod(sizes)
+    return growth * max(sizes, default=0.0)
 
 
 def _saturates(note: Note) -> bool:
-    """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
+    """Whether a result in 16 bits was rounded to a limit of its function: 0, 1 or -1."""
     may_saturate = is_narrow_dtype(note.dtype) and note.is_any(Trait.SATURATES)
     return may_saturate and (note.lost > 0 or note.at_limit)
 
 
-# --- the notes before it ---
+# --- the earlier equations ---
 
 
-def _limits_in(note: Note) -> Sequence[Note]:
-    """The operands at a limit from which a result may have taken its 1 or -1.
+def _operands_at_limit(note: Note) -> Sequence[Note]:
+    """Returns the operands from which a result may have inherited a 1 or -1.
 
-    A sum or product makes its own.
+    A sum or a product computes such a number anew, and so does not inherit it.
     """
     if note.is_any(SUMS | Trait.PRODUCT):
         return ()
     return [read for read in note.reads if read.at_limit]
 
 
-def _computed(note: Note) -> Note:
-    """The note of the equation that computed the numbers that others moved or chose.
+def _where_computed(note: Note) -> Note:
+    """Goes back from moved or chosen numbers to the equation that computed them.
 
-    One that casts them to a dtype of 16 bits or fewer computes them.
+    A cast to a dtype of 16 bits or fewer rounds, and so counts as computing them.
     """
     while note.is_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
-        read = worst_read(note)
-        if read is None or read.is_argument:
+        operand = worst_operand(note)
+        if operand is None or operand.is_argument:
             break
-        if is_narrow_dtype(note.dtype) and note.dtype != read.dtype:
+        if is_narrow_dtype(note.dtype) and note.dtype != operand.dtype:
             break
-        note = read
+        note = operand
     return note
 
 
-def _first_lost(note: Note) -> Note:
-    """The note in which the numbers that a result has lost became zero."""
+def _where_lost(note: Note) -> Note:
+    """Goes back from numbers that are lost to the equation in which they became zero."""
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
         if not lost:
@@ -228,15 +260,15 @@ def _first_lost(note: Note) -> Note:
         note = lost[0]
 
 
-def _rounded_in(note: Note) -> Sequence[Note]:
-    """The operands whose rounding counts in a result.
+def _operands_that_count(note: Note) -> Sequence[Note]:
+    """Returns the operands whose rounding counts in a result.
 
-    A product in 16 bits rounds by itself, and so has none. Of a sum, terms that are small
-    beside another are left out.
+    A product in 16 bits rounds its own result, so its operands do not count. In a sum
+    of two, a term that is small beside the other does not count.
     """
     if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
         return ()
     if not note.is_any(Trait.ADDS_TWO):
         return note.reads
-    least = _SMALL * max((read.typical for read in note.reads), default=0.0)
-    return [read for read in note.reads if read.typical >= least]
+    largest = max((read.typical for read in note.reads), default=0.0)
+    return [read for read in note.reads if read.typical >= _SMALL * largest]

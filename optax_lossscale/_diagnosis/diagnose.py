@@ -1,8 +1,8 @@
 """`diagnose`: a full report on a model in 16 bits, from a loss function and a batch.
 
-The gradient is traced (`gradient`) and run beside float32 (`run`). This file fills the
-report with what follows from these runs: what is off and why (`wrong`, `choices`), and
-which loss scale fits (`scale`).
+The gradient is traced (in `gradient.py`) and run beside float32 (`run.py`). From these
+runs, this file fills in the report: what is off and why (`wrong.py`, `choices.py`),
+which loss scale fits (`scale.py`), and what to do (`advice.py`).
 """
 
 from collections.abc import Callable, Container
@@ -38,36 +38,36 @@ def diagnose(
     opt_state: Any = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    """Says whether 16 bits are fine for a model as it is, and if not, what to do.
+    """Reports whether 16 bits are fine for a model as it is, and if not, what to do.
 
-    Runs the gradient of the loss function with every value beside what float32 gives
-    for it, at a loss scale of 1 and, where gradients are in float16, at the one that
-    fits. It reports whether the loss,
-    the gradients and the values inside are right. Where they are wrong, it names the
-    line and the layer, and says what to do. It finds the loss scale that fits, and how
-    many gradients are lost to underflow. A loss function that computes in float32 is
-    diagnosed as `autocast` runs it.
+    Runs the gradient of the loss function and computes every value twice: as the
+    program does, and in float32. It does so at a loss scale of 1 and, where gradients
+    are in float16, at the scale that fits. The report says whether the loss, the
+    gradients and the values inside the model are right. Where they are wrong, it names
+    the line and the layer, and says what to do. It also says which loss scale fits, and
+    how many gradients are lost to underflow. A loss function that computes in float32
+    is diagnosed as `autocast` runs it.
 
     Float32 makes the same choices as the program, such as indices and branches. If it
-    would make others, or if anything is off, the gradient is also run in float32 with
-    its own choices, beside float64. Constants are the same
-    in float32 as tracing the program left them: where bfloat16 has rounded 0.999 to 1, it
-    is 1 in float32 too, and no error is found.
+    would choose otherwise, or if anything is off, the gradient is also run in float32
+    with its own choices, and compared with float64. Constants are the same in float32
+    as tracing the program left them: where bfloat16 has rounded 0.999 to 1, it is 1 in
+    float32 too, and no error is found.
 
-    A run that takes long prints a line of progress to stderr every 10 seconds or so.
+    A long run prints a line of progress to stderr every 10 seconds or so.
 
-    Call `diagnose` on the host, with a loss function that names no axis of `pmap` or
-    `shard_map` around it. A skipped step has left everything as it was, so that it can
-    be diagnosed afterwards. Other parameters and batches may behave differently.
+    Call `diagnose` on the host, with a loss function that names no axis of a
+    surrounding `pmap` or `shard_map`. A skipped step leaves everything as it was, so
+    you can diagnose it afterwards. Other parameters and batches may behave differently.
 
     Args:
-      loss_fn: a function of `(params, *args, **kwargs)` that returns the loss, which
-        need not be scaled. A scale from `scale_gradient` is left out.
-      params: the parameters: a tree of arrays, a module of NNX or Equinox.
-      *args: a batch. What is not an array is passed on as it is.
+      loss_fn: a function of `(params, *args, **kwargs)` that returns the loss. The loss
+        need not be scaled: `scale_gradient` has no effect here.
+      params: the parameters: a tree of arrays, or a module of NNX or Equinox.
+      *args: a batch. Anything that is not an array is passed on as it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`. The floats in `aux` are compared
         as values inside.
-      opt_state: the optimizer's state, whose loss scale is compared with the one that
+      opt_state: the optimizer's state, whose loss scale is compared with the scale that
         fits.
       **kwargs: further keyword arguments of `loss_fn`.
 
@@ -76,9 +76,9 @@ def diagnose(
         other fields.
 
     Raises:
-      TypeError: if `loss_fn` is not a function, returns no real floating-point scalar,
-        or makes a `jax.Ref`; if a keyword argument of it is named `has_aux` or
-        `opt_state`; if an argument is a traced array, as inside of `jit`, or a
+      TypeError: if `loss_fn` is not a function, does not return a real floating-point
+        scalar, makes a `jax.Ref`, or has a keyword argument named `has_aux` or
+        `opt_state`; or if an argument is a traced array, as inside `jit`, or a
         `jax.ShapeDtypeStruct`.
       ValueError: if `opt_state` holds more than one loss scale.
 
@@ -98,8 +98,8 @@ def diagnose(
     validation.check_function("loss_fn", loss_fn)
     check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
     validation.check_concrete("diagnose", (params, args, kwargs, opt_state))
-    # Numbers that are not finite have to be found here, not raised, and the host has to
-    # look at all of them.
+    # Numbers that are not finite have to be reported, not raised as errors, and the
+    # host has to read all of them.
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -117,7 +117,7 @@ def diagnose(
 def _report(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
-    """The report on a gradient and its runs."""
+    """Writes the report on a gradient and its runs."""
     findings = _findings(gradient, runs, is_autocast, opt_state)
     products = report_of(gradient.forward).products
     widened = [product for product in products if product.is_widened]
@@ -128,15 +128,16 @@ def _report(
 def _findings(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Findings:
-    """What the runs show."""
+    """Collects what the runs show."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
     may_scale = runs.fit.scale is not None and np.float16 in dtypes
     has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
-    right = off.keys() - {result.name for result in wrong_results}
-    # Beside a result that is wrong, it would not be known what choices change.
+    wrong_names = {result.name for result in wrong_results}
+    right = off.keys() - wrong_names
+    # If a result is wrong already, how much the choices change it would not be known.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
         is_autocast=is_autocast and bool(dtypes),
@@ -146,7 +147,7 @@ def _findings(
         loss_in_float32=_loss_in_float32(runs),
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
-        undetermined=_undetermined(run, {*off, *(x.name for x in wrong_results)}),
+        undetermined=_undetermined(run, judged=off.keys() | wrong_names),
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
         wrong=tuple(wrong_results or wrong_inside(runs, dtypes)),
         off=off,
@@ -164,14 +165,14 @@ def _findings(
 
 
 def _undetermined(run: Run, judged: Container[str]) -> tuple[str, ...]:
-    """The names of the gradients that were not judged. One that is constant is right."""
+    """Returns the names of gradients that were not judged; constants are always right."""
     return tuple(
         name for name, value in run.grads.items() if value.note and name not in judged
     )
 
 
 def _loss_in_float32(runs: Runs) -> float:
-    """The loss in float32: by the program's choices, or else its own if it is finite."""
+    """Returns the loss in float32: with the program's choices, or its own if not finite."""
     loss = runs.fitting.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
         loss = runs.in_float32.loss.pair.actual
@@ -179,9 +180,9 @@ def _loss_in_float32(runs: Runs) -> float:
 
 
 def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """How far gradients are off without a loss scale, of those that are right with one."""
-    return {
-        name: value.note.error
-        for name, value in runs.at_1.grads.items()
-        if name in right and value.note and value.note.error > TOLERANCE
-    }
+    """Returns how far gradients are off without a loss scale, of those right with one."""
+    off = {}
+    for name, value in runs.at_1.grads.items():
+        if name in right and value.note and value.note.error > TOLERANCE:
+            off[name] = value.note.error
+    return off

@@ -1,8 +1,13 @@
 """`dtype_report`: which operations of a program compute in which dtype, by line.
 
-It reads the traced program and runs nothing. Products are listed in every dtype, sums
-and exponentials only where they are narrow, and operations that no jaxpr shows always.
-Those of one kind on one line are one row.
+It reads the traced program and runs nothing. A row collects the operations of one kind
+on one line, as in
+
+    float16→float32 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
+
+where half of all multiplications are in a product of a float16 array, which was first
+widened to float32, and a float32 array. Products are listed in every dtype, sums and
+exponentials only in 16 bits or fewer, and operations that no jaxpr shows always.
 """
 
 import itertools
@@ -46,15 +51,16 @@ class Operation(NamedTuple):
     Attributes:
       primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
         `reduce_sum`.
-      operands: the dtypes of its operands that are floats; of a product, those of the
-        two arrays that it multiplies. An operation that cannot be looked into and reads
-        no floats has those of its results.
-      before: the dtypes of the operands before they were converted to wider ones, in
-        the function that computes with them or one that calls it.
+      operands: the dtypes of the operands that are floats; for a product, the dtypes of
+        the two arrays that it multiplies. An operation that cannot be looked into and
+        reads no floats has the dtypes of its results here.
+      before: the dtypes that the operands had before they were converted to wider ones,
+        in the function that computes with them or in one that calls it.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
       count: how many of these operations the program has.
-      multiplications: how many multiplications one run takes, if these are products.
-      terms: how many numbers are summed into one, at most.
+      multiplications: how many multiplications one run computes; 0 if these operations
+        are not products.
+      terms: the most numbers that one of these operations sums into one.
       by_choice: whether a product has its dtype on purpose: it asks for its precision,
         or Optax made it.
     """
@@ -70,9 +76,9 @@ class Operation(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it computes in: that of its widest operand.
+        """The dtype that it computes in, which is the dtype of its widest operand.
 
-        It is float32 for float16 with bfloat16, neither of which holds the other.
+        Float16 with bfloat16 computes in float32, because neither can hold the other.
         """
         dtypes = self.operands
         if HALVES.issubset(dtypes):
@@ -81,7 +87,7 @@ class Operation(NamedTuple):
 
     @property
     def is_widened(self) -> bool:
-        """Whether an operand in 16 bits was widened, and the dtype is no choice."""
+        """Whether an operand in 16 bits was widened, other than by choice."""
         is_wide = self.dtype.itemsize > 2 and not self.by_choice
         return is_wide and not HALVES.isdisjoint(self.before)
 
@@ -93,8 +99,8 @@ class DtypeReport(NamedTuple):
       products: the matrix products and convolutions, in the order of the program.
       narrow: sums, inner products, products of many numbers, exponentials, logarithms
         and powers in 16 bits or fewer, in the same order.
-      opaque: what cannot be looked into: kernels, callbacks and foreign calls, and
-        operations that this version does not know.
+      opaque: operations that cannot be looked into: kernels, callbacks, foreign calls,
+        and operations that this version does not know.
     """
 
     products: tuple[Operation, ...] = ()
@@ -112,8 +118,9 @@ class DtypeReport(NamedTuple):
     @property
     def shares(self) -> dict[np.dtype, float]:
         """The share of the multiplications in each dtype, the largest first."""
-        total = max(sum(self.multiplications.values()), 1)
-        return {dtype: n / total for dtype, n in self.multiplications.items()}
+        counts = self.multiplications
+        total = max(sum(counts.values()), 1)
+        return {dtype: n / total for dtype, n in counts.items()}
 
     def __str__(self) -> str:
         totals = [
@@ -136,20 +143,21 @@ class DtypeReport(NamedTuple):
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
-    """Says in which dtype a function computes, and which source lines made it so.
+    """Reports in which dtypes a function computes, and which source lines made it so.
 
-    JAX, and Flax's modules without a `dtype`, promote to the widest dtype given: a
-    single float32 input is enough to have everything after it computed in float32, and
-    only the time it takes shows it. `autocast` avoids that. This report counts matrix
-    products and convolutions, and their multiplications, by the dtype of their
-    operands; and says where sums, exponentials, logarithms and powers are computed in
-    16 bits, which have few digits and a small range.
+    JAX promotes operands to the widest dtype among them, and so do Flax's modules
+    without a `dtype`. A single float32 input is therefore enough to have everything
+    after it computed in float32, which shows only in the time that it takes. `autocast`
+    avoids that. This report counts matrix products and convolutions, and their
+    multiplications, by the dtype of their operands. It also lists where sums,
+    exponentials, logarithms and powers are computed in 16 bits, which have few digits
+    and a small range.
 
     It traces the function with everything inside, but runs and compiles nothing, so
     shapes are enough. Give it the training step to include the backward pass. Every
     branch of a `cond` counts as run, and the body of a `while` as run once. Outer
-    products do not count as products, nor do inner products, whose results are single
-    numbers.
+    products do not count as products, and neither do inner products: their results are
+    single numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
@@ -180,12 +188,12 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
 
 def report_of(jaxpr: Jaxpr) -> DtypeReport:
-    """The report on an open jaxpr."""
+    """Reports on an open jaxpr."""
     return _report_of(jaxpr, usual_precision())
 
 
 def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
-    """Lines of text for operations of a report, the largest first."""
+    """Formats operations of a report as aligned lines, the largest first."""
     total = sum(report.multiplications.values())
     size = attrgetter("multiplications", "terms")
     largest = sorted(operations, key=size, reverse=True)
@@ -194,70 +202,86 @@ def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
 
 @cached_by_program
 def _report_of(
-    jaxpr: Jaxpr, usual: Any, line: str = "", before: tuple[np.dtype, ...] = ()
+    jaxpr: Jaxpr,
+    default_precision: Any,
+    line: str = "",
+    before: tuple[np.dtype, ...] = (),
 ) -> DtypeReport:
-    """The report on an open jaxpr, with all programs in it.
+    """Reports on an open jaxpr, and on all programs inside it.
 
     Args:
       jaxpr: the program.
-      usual: the precision of a product that asks for none.
+      default_precision: the precision of a product whose call does not ask for one.
       line: the user's line that runs the program; "" for the whole program.
-      before: the dtypes of its arguments before they were widened, if a call tells.
+      before: the dtypes of its arguments before they were widened; empty if unknown.
     """
-    # By the `id` of a variable, as a literal has no hash
-    unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
+    # The dtypes before widening, by `id` because a literal cannot be hashed
+    unwidened: dict[int, np.dtype] = {}
+    for v, dtype in zip(jaxpr.invars, before, strict=False):
+        unwidened[id(v)] = dtype
     reports = []
     for eqn in jaxpr.eqns:
-        operands = _before(eqn.invars, unwidened)
+        operands = _dtypes_before(eqn.invars, unwidened)
         if keeps_numbers(eqn):
-            # There is one operand, or one for each result.
-            of_results = zip(map(id, eqn.outvars), itertools.cycle(operands))
-            unwidened.update(of_results)
+            # There is one operand for all results, or one for each.
+            for v, dtype in zip(eqn.outvars, itertools.cycle(operands)):
+                unwidened[id(v)] = dtype
         source = line_of(eqn, line)
-        reports.append(_report_on(eqn, usual, source, unwidened))
-        of_call = operands if Trait.CALLS in traits(eqn) else ()
+        reports.append(_report_on(eqn, default_precision, source, unwidened))
+        inner_before = operands if Trait.CALLS in traits(eqn) else ()
         for program in programs_in(eqn):
-            inner = _report_of(open_jaxpr(program), usual, source, of_call)
-            reports.append(_repeated(inner, _times(eqn)))
-    return DtypeReport(*map(_joined, zip(*reports, strict=True)))
+            inner = open_jaxpr(program)
+            report = _report_of(inner, default_precision, source, inner_before)
+            reports.append(_repeated(report, _times_run(eqn)))
+    return DtypeReport(
+        products=_merged(report.products for report in reports),
+        narrow=_merged(report.narrow for report in reports),
+        opaque=_merged(report.opaque for report in reports),
+    )
 
 
 def _report_on(
-    eqn: JaxprEqn, usual: Any, source: str, unwidened: Mapping[int, np.dtype]
+    eqn: JaxprEqn,
+    default_precision: Any,
+    source: str,
+    unwidened: Mapping[int, np.dtype],
 ) -> DtypeReport:
-    """The report on an equation, without the programs in it."""
+    """Reports on a single equation, without the programs inside it."""
 
     def operation(values):
         operands = tuple(dtypes_in(values))
-        before = _before(values, unwidened)
+        before = _dtypes_before(values, unwidened)
         return Operation(name_of(eqn), operands, before, source, terms=terms_of(eqn))
 
     floats = list(filter(is_inexact, eqn.invars))
     if is_product(eqn):
-        asks = asks_for_highest(eqn) and eqn.params["precision"] != usual
+        has_own = asks_for_highest(eqn) and eqn.params["precision"] != default_precision
         product = operation(eqn.invars[:2])._replace(
             multiplications=results_of(eqn) * terms_of(eqn),
-            by_choice=asks or is_of_optax(eqn),
+            by_choice=has_own or is_of_optax(eqn),
         )
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
         values = floats or list(filter(is_inexact, eqn.outvars))
-        return DtypeReport(opaque=(operation(values),) if values else ())
+        opaque = (operation(values),) if values else ()
+        return DtypeReport(opaque=opaque)
     needs_digits = terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)
-    if floats and needs_digits and operation(floats).dtype.itemsize <= 2:
-        return DtypeReport(narrow=(operation(floats),))
+    if floats and needs_digits:
+        narrow = operation(floats)
+        if narrow.dtype.itemsize <= 2:
+            return DtypeReport(narrow=(narrow,))
     return DtypeReport()
 
 
-def _before(
+def _dtypes_before(
     values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
 ) -> tuple[np.dtype, ...]:
-    """The dtypes that values had before they were widened."""
+    """Returns the dtypes that values had before they were widened, if they were."""
     return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
 def _repeated(report: DtypeReport, times: int) -> DtypeReport:
-    """The report on a program that runs several times."""
+    """Multiplies the multiplications of a program that runs several times."""
     products = tuple(
         product._replace(multiplications=times * product.multiplications)
         for product in report.products
@@ -265,8 +289,8 @@ def _repeated(report: DtypeReport, times: int) -> DtypeReport:
     return report._replace(products=products)
 
 
-def _times(eqn: JaxprEqn) -> int:
-    """How often an equation runs the programs that it holds."""
+def _times_run(eqn: JaxprEqn) -> int:
+    """Returns how often an equation runs the programs inside it; 1 for a `while`."""
     if Trait.SCANS in traits(eqn):
         return eqn.params["length"]
     if Trait.MAPS in traits(eqn):
@@ -275,38 +299,40 @@ def _times(eqn: JaxprEqn) -> int:
     return 1
 
 
-def _joined(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
-    """Joins the operations of all lists that are alike but for how much they compute.
+def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
+    """Merges the operations that differ only in how much they compute.
 
     Their counts and multiplications are added up, and the most terms are kept.
     """
-    kinds: dict[Operation, list[Operation]] = defaultdict(list)
+    by_kind: dict[Operation, list[Operation]] = defaultdict(list)
     for operation in itertools.chain.from_iterable(lists):
         kind = operation._replace(count=0, multiplications=0, terms=0)
-        kinds[kind].append(operation)
-    return tuple(
-        kind._replace(
-            count=sum(operation.count for operation in alike),
-            multiplications=sum(operation.multiplications for operation in alike),
-            terms=max(operation.terms for operation in alike),
+        by_kind[kind].append(operation)
+    merged = []
+    for kind, operations in by_kind.items():
+        total = kind._replace(
+            count=sum(operation.count for operation in operations),
+            multiplications=sum(operation.multiplications for operation in operations),
+            terms=max(operation.terms for operation in operations),
         )
-        for kind, alike in kinds.items()
-    )
+        merged.append(total)
+    return tuple(merged)
 
 
 def _row(operation: Operation, total: int) -> tuple[str, ...]:
-    """The cells of a row, as in `float16→float32  50.0%  1 dot_general  model.py:12`."""
+    """Formats the cells of a row; `total` is the number of all multiplications."""
     dtypes = [
-        str(now) if now == was else f"{was}→{now}"
-        for now, was in zip(operation.operands, operation.before, strict=True)
+        str(dtype) if dtype == before else f"{before}→{dtype}"
+        for dtype, before in zip(operation.operands, operation.before, strict=True)
     ]
     size = f"{operation.terms} terms" if operation.terms > 1 else ""
     if operation.multiplications:
         size = percent(operation.multiplications / total)
+    by_choice = ", by choice" if operation.by_choice else ""
     return (
         "",
         " × ".join(dict.fromkeys(dtypes)),
         size,
         f"{operation.count} {operation.primitive}",
-        f"{operation.source}, by choice" if operation.by_choice else operation.source,
+        operation.source + by_choice,
     )

@@ -1,4 +1,10 @@
-"""Figures: how far a result is from the reference, and how large it is."""
+"""Figures: how far a result is from its reference, and how large it is.
+
+`diagnose` computes each result twice: as the program does, and in wider floats, which
+is the *reference*. `figures_of` compares the two with NumPy, on the host. For the
+result `[1.0, 2.0]` with the reference `[1.0, 2.5]`, `error` is 0.5 / norm([1.0, 2.5]),
+or 19%, and `off_share` is one half: only the second number is off by more than 5%.
+"""
 
 import dataclasses
 import math
@@ -7,41 +13,43 @@ import numpy as np
 from jax.typing import ArrayLike
 
 TOLERANCE = 0.05
-"""How far numbers may be from the reference, relative to it, and still be right."""
+"""The largest relative error of a result that still counts as right."""
 
 LARGE_SHARE = 0.2
-"""The share of an array's numbers that may be off or lost, or chosen otherwise."""
+"""The share of an array that may be off, lost or chosen otherwise before it matters."""
 
-# An error is relative to the number, or to a quarter of the mean size if that is larger,
-# so that numbers near 0 do not count much.
-_LEAST = 0.25
+# Errors are relative to the number, or to this fraction of the mean size if that is
+# larger, so that numbers near 0 hardly count.
+_FRACTION_OF_MEAN = 0.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Figures:
-    """How far a result is from the reference, and how large it is.
+    """How far a result is from its reference, and how large it is.
 
-    The reference is the same result in float32, or, in the further run of the program in
-    float32, the same in float64.
+    The reference is the same result in float32. In the further run of the program in
+    float32, it is the same result in float64.
 
     Attributes:
-      count: how many numbers the result has; a complex number counts as two.
-      error: how far it is from the reference: the norm of the difference, relative to
-        the norm of the reference. It is 0 if the numbers of both are all 0, 1 if only
-        those of the reference are, and infinite if the result is bad or the difference
-        is out of float32's range.
-      distance: the norm of the difference, not relative; infinite where `error` is.
-      off_share: the share of its numbers that are finite, and off by more than 5% of the
-        reference, or of a quarter of the mean size where that is more. A finite mask,
-        such as -3e4, counts in the mean size, and so may hide that others are off.
-      bad: whether a number is not finite where the reference is.
+      count: how many numbers the result holds; a complex number counts as two.
+      error: the relative error: the norm of the difference from the reference, divided
+        by the norm of the reference. It is 0 if both are zero, 1 if only the reference
+        is, and infinite if the result is bad or the difference exceeds the range of
+        float32.
+      distance: the norm of the difference itself; infinite where `error` is.
+      off_share: the share of the numbers that are finite and differ from the reference
+        by more than 5% of it, or of a quarter of the mean size where that is larger. A
+        finite mask, such as -3e4, raises the mean size, and so can hide other errors.
+      bad: whether a number is not finite where the reference is finite.
       nan: whether a number is NaN where the reference is finite.
       is_reference_finite: whether all numbers of the reference are finite.
       is_reference_nan: whether a number of the reference is NaN.
-      lost: the share that is zero, of the numbers whose reference is finite and not zero.
-      at_limit: whether a number is 1 or -1 where the reference is between these.
-      decided: of indices and conditions, the share that the reference decides otherwise.
-      largest: the largest finite absolute value, of the result or of the reference,
+      lost: the share of numbers that are zero, among those whose reference is finite
+        and not zero.
+      at_limit: whether a number is 1 or -1 where the reference lies strictly between.
+      decided: for indices and conditions, the share that the reference decides
+        otherwise; 0 for floats.
+      largest: the largest finite absolute value of the result and of the reference,
         where the reference is finite.
       typical: the root mean square of the finite numbers of the reference.
     """
@@ -62,42 +70,43 @@ class Figures:
 
 
 def figures_of(actual: ArrayLike, reference: ArrayLike) -> Figures:
-    """The figures of a result of floats.
+    """Compares a floating-point result with its reference.
 
     Args:
-      actual: the result, as the program computes it, in a dtype of 32 bits or more.
-      reference: the same in the wider floats, as an array of the same dtype.
+      actual: the result as the program computes it, cast to 32 bits or more.
+      reference: the result in the wider floats, cast to the dtype of `actual`.
     """
-    actual = _numbers(actual)
+    actual = _flattened(actual)
     if not actual.size:
         return Figures(count=0)
-    # Differences of large numbers, and squares, may leave float32's range.
+    # Squares and differences of large numbers may leave the range of float32.
     with np.errstate(all="ignore"):
-        return _figures(actual, _numbers(reference))
+        return _figures(actual, _flattened(reference))
 
 
 def figures_of_choices(actual: ArrayLike, reference: ArrayLike) -> Figures:
-    """The figures of indices or conditions, as the program and the reference decide."""
-    is_otherwise = np.not_equal(actual, reference)
-    decided = float(is_otherwise.mean()) if is_otherwise.size else 0.0
-    return Figures(is_otherwise.size, decided=decided)
+    """Compares the indices or conditions of the program with those of the reference."""
+    differs = np.not_equal(actual, reference)
+    decided = float(differs.mean()) if differs.size else 0.0
+    return Figures(differs.size, decided=decided)
 
 
 def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
-    """The figures of a result of floats, in one row."""
+    """Compares two flat arrays of floats, which are not empty."""
     sizes = np.abs(reference)
-    largest = float(np.maximum(sizes.max(), np.abs(actual).max()))  # NaN if one is NaN
+    # Unlike `max`, `np.maximum` returns NaN if either operand is NaN.
+    largest = float(np.maximum(sizes.max(), np.abs(actual).max()))
     if not math.isfinite(largest):
         return _figures_if_not_finite(actual, reference)
     count = actual.size
     norm = _norm(reference)
     typical = norm / math.sqrt(count)
-    apart = np.abs(actual - reference)
-    distance = _norm(apart)
+    difference = np.abs(actual - reference)
+    distance = _norm(difference)
     if not distance:
         return Figures(count, largest=largest, typical=typical)
-    least = _LEAST * float(sizes.mean(dtype=np.float64))
-    is_off = apart > TOLERANCE * np.maximum(sizes, least)
+    floor = _FRACTION_OF_MEAN * float(sizes.mean(dtype=np.float64))
+    is_off = difference > TOLERANCE * np.maximum(sizes, floor)
     n_nonzero = np.count_nonzero(reference)
     n_lost = np.count_nonzero(reference[actual == 0])
     is_at_limit = (np.abs(actual) == 1) & (sizes < 1)
@@ -114,11 +123,16 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
 
 
 def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures:
-    """The figures of a result if it or the reference has a number that is not finite."""
+    """Compares two flat arrays of which at least one is not finite everywhere.
+
+    Where the reference is not finite, both count as 0. Where only the result is not
+    finite, it counts as equal to the reference, and is reported as `bad`.
+    """
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)
-    finite = np.where(is_finite, reference, 0)
-    figures = _figures(np.where(is_finite & ~is_bad, actual, finite), finite)
+    finite_reference = np.where(is_finite, reference, 0)
+    finite_actual = np.where(is_finite & ~is_bad, actual, finite_reference)
+    figures = _figures(finite_actual, finite_reference)
     bad = bool(is_bad.any())
     n_finite = np.count_nonzero(is_finite)
     share_finite = max(n_finite, 1) / actual.size
@@ -135,14 +149,16 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
 
 
 def _norm(x: np.ndarray) -> float:
-    """The root of the sum of squares, in float64 if float32 does not hold it."""
+    """Computes the Euclidean norm, in float64 if the sum leaves the range of float32."""
     total = float(x @ x)
     if not 2.0**-100 < total < math.inf:
         total = float(np.square(x, dtype=np.float64).sum())
     return math.sqrt(total)
 
 
-def _numbers(x: ArrayLike) -> np.ndarray:
-    """The numbers of an array in one row; the two parts of complex ones."""
+def _flattened(x: ArrayLike) -> np.ndarray:
+    """Flattens an array; a complex number becomes its real and imaginary part."""
     flat = np.asarray(x).ravel()
-    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+    if flat.dtype.kind == "c":
+        return flat.view(flat.real.dtype)
+    return flat

@@ -17,7 +17,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import natural_sort_key
 from optax_lossscale._diagnosis.figures import Figures
-from optax_lossscale._diagnosis.text import some
+from optax_lossscale._diagnosis.text import abridged
 from optax_lossscale._programs.operations import Trait, traits_of
 from optax_lossscale._programs.values import is_inexact_dtype
 
@@ -129,7 +129,7 @@ class Note(Figures):
     @property
     def layer(self) -> str:
         """The scope of the equation, or if it is in none, the nearest parameters."""
-        return self.origin.scope or some(self.nearest)
+        return self.origin.scope or abridged(self.nearest)
 
     @property
     def line(self) -> str:

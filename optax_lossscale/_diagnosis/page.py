@@ -1,9 +1,18 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills `Findings` from the runs. A `Diagnosis` has these fields, and further
-the verdict and what to do, which `advice` words. Printed, it is the page: sentences
-about dtypes, the verdict and the loss scale, tables of what is wrong and what
-underflows, and the advice.
+`diagnose` fills `Findings` from its runs. A `Diagnosis` adds a verdict and advice,
+which `advice.py` words. Printing a `Diagnosis` prints the page: sentences about the
+dtypes, the verdict and the loss scale, tables of what is wrong and of what underflows,
+and the advice. A shortened example:
+
+    Computes in float16 (100.0% of the multiplications); the loss is float32.
+    Without a loss scale, float16 loses 95.7% of the gradients to underflow.
+    Off from float32: the loss by 0.0%, gradients by at most 0.1%.
+    Loss scale: 2**25, with 2 bits to spare before gradients overflow.
+    Underflow:       lost at 1  at 2**25  bits needed
+      all            95.7%      0.0%      12
+    What to do:
+    - Wrap the optimizer: with_loss_scale(optimizer).
 """
 
 import dataclasses
@@ -18,16 +27,16 @@ from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
-from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
+from optax_lossscale._diagnosis.text import abridged, aligned, percent, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait, traits_of
 
-_SHOWN = 8  # how many rows of a table, or sentences about choices, are printed
+_SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are printed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the runs show: the fields of a `Diagnosis` from which its words follow."""
+    """What the runs show: all fields of a `Diagnosis` except its verdict and advice."""
 
     is_autocast: bool
     dtypes: DtypeReport
@@ -53,7 +62,7 @@ class Findings:
 
     @property
     def scale_that_fits(self) -> InitialScale | None:
-        """The loss scale that fits, if the model computes in float16; else None."""
+        """The loss scale that fits; None without float16 or gradients, or if none fits."""
         is_scaled = np.float16 in self.computes_in and self.has_gradients
         return self.initial_scale if is_scaled else None
 
@@ -65,50 +74,51 @@ class Diagnosis(Findings):
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
       advice: what to do.
-      is_autocast: whether the loss function computes in float32, so that the report is
-        about `autocast` of it.
+      is_autocast: whether the loss function itself computes in float32, so that the
+        report is about `autocast` of it.
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32, by the choices of the program; by its own
-        choices if it is finite by these alone.
+      loss_in_float32: the loss in float32 that follows the program's choices; with its
+        own choices, if it is finite only with these.
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
-      loss_scale: the one in the optimizer's state. It is None if no state was given, or
-        one without a loss scale.
-      wrong: the loss and gradients that are off by more than 5%, and why, the loss
-        first and then the worst gradient. If there are none, the first value inside
-        that has a fifth of its numbers off by so much.
-      off: how far the loss and each gradient are from float32's, relative to those; of
-        a loss whose terms cancel, relative to how it changes with the parameters. What
-        float32 does not determine, as float64 shows, is left out, such as the gradient
-        of a bias before a normalization.
+      loss_scale: the loss scale in the optimizer's state, or None if there is no state
+        or no loss scale in it.
+      wrong: the loss and gradients that are off by more than 5%, and why: the loss
+        first, then the worst gradient. If all are right, the first value inside of
+        which more than a fifth of the numbers are off by more than 5%.
+      off: how far the loss and each gradient are from float32's, relative to those. A
+        loss whose terms cancel is compared with how much it changes with the
+        parameters. Results that float32 does not determine, because it is off from
+        float64 as well, are left out, such as the gradient of a bias before a
+        normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
-        is empty if any result is wrong already by the choices of the program.
-      choices: where float32 would have chosen other indices, masks, branches or
-        numbers of iterations: of each line, what differs most.
-      initial_scale: the scale that fits. It is None if gradients are finite at none of
-        those tried, or if the loss or float32's results are not finite.
+        is empty if any result is wrong already with the choices of the program.
+      choices: where float32 would have chosen other indices, masks, branches or numbers
+        of iterations. Each line is listed once, with the choice that differs most.
+      initial_scale: the loss scale that fits. It is None if gradients are finite at
+        none of the scales tried, or if the loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
       undetermined: the parameters whose gradients float32 does not determine.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
-      off_without: how far gradients are off without a loss scale: those that are off by
-        more than 5%, and are right at `scale`.
+      off_without: how far gradients are off without a loss scale. Only gradients that
+        are off by more than 5% without it, and right at `scale`, are listed.
       underflow: how many of the gradients that are not wrong underflow, by the path of
-        parameters without its numbers. The group "all" comes first, and then the one
+        the parameters without its numbers. The group "all" comes first, then the group
         that loses most. Groups that lose 1% or less are left out.
-      not_compared: operations that have no float32 version, each with its line: those
-        that run in 16 bits only, such as kernels, and callbacks that run once.
-      table: a row for each result that is computed.
+      not_compared: operations that have no float32 version, each with its line: kernels
+        and others that run in 16 bits only, and callbacks that run once.
+      table: a row for each computed result.
     """
 
     verdict: str
     advice: list[str]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws the magnitudes along the program, with float16's range shaded.
+        """Draws the magnitudes along the program, and shades what float16 cannot hold.
 
         Args:
           axes: the matplotlib axes to draw into and to return; by default those of a
@@ -120,12 +130,12 @@ class Diagnosis(Findings):
 
     def __str__(self) -> str:
         sentences = [
-            self._computes(),
+            self._dtypes_sentence(),
             self.verdict,
-            *self._off(),
-            *self._chosen(),
-            *self._not_compared(),
-            *self._scales(),
+            *self._off_sentences(),
+            *self._choice_sentences(),
+            *self._not_compared_sentences(),
+            *self._scale_sentences(),
         ]
         scale = scale_name(self.scale)
         wrong = [
@@ -136,19 +146,19 @@ class Diagnosis(Findings):
             (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
             for name, group in self.underflow.items()
         ]
+        wrong_title = ("Wrong:", "off by", "because")
+        underflow_title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
         lines = [
             *map(wrapped, sentences),
-            *_section(("Wrong:", "off by", "because"), wrong),
-            *_section(
-                ("Underflow:", "lost at 1", f"at {scale}", "bits needed"), underflow
-            ),
+            *_section(wrong_title, wrong),
+            *_section(underflow_title, underflow),
             "What to do:",
             *(wrapped(f"- {remedy}") for remedy in self.advice),
         ]
         return "\n".join(lines)
 
-    def _computes(self) -> str:
-        """One sentence about the dtypes that the loss function computes in."""
+    def _dtypes_sentence(self) -> str:
+        """Says which dtypes the loss function computes in."""
         how = "Computes"
         if self.is_autocast:
             how = "In float32 as it is; with autocast, it computes"
@@ -159,51 +169,47 @@ class Diagnosis(Findings):
         dtypes = " and ".join(products or map(str, self.computes_in)) or "float32"
         return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
-    def _off(self) -> Iterator[str]:
-        """A sentence about how far the results are from float32's."""
+    def _off_sentences(self) -> Iterator[str]:
+        """Says how far the results are from float32's, unless a result is wrong."""
         if not self.computes_in or self.wrong or THE_LOSS not in self.off:
             return
+        loss = self.off[THE_LOSS]
         grads = [off for name, off in self.off.items() if name != THE_LOSS]
         if grads:
-            most = f"by at most {max(grads):.1%}"
+            gradients = f"by at most {max(grads):.1%}"
+            if self.undetermined:
+                n = len(self.undetermined)
+                gradients += f", but for {n} that float32 does not determine"
         else:
-            most = "nothing but rounding" if self.has_gradients else "are 0"
-        loss = self.off[THE_LOSS]
-        others = ""
-        if grads and self.undetermined:
-            others = (
-                f", but for {len(self.undetermined)} that float32 does not determine"
-            )
-        yield f"Off from float32: the loss by {loss:.1%}, gradients {most}{others}."
+            gradients = "nothing but rounding" if self.has_gradients else "are 0"
+        yield f"Off from float32: the loss by {loss:.1%}, gradients {gradients}."
 
-    def _chosen(self) -> Iterator[str]:
-        """Sentences about choices that float32 would have made otherwise."""
-        for choice in self.choices[:_SHOWN]:
+    def _choice_sentences(self) -> Iterator[str]:
+        """Names the choices that float32 would have made otherwise, and their effect."""
+        for choice in self.choices[:_SHOWN_ROWS]:
             yield (
                 f"Chosen otherwise than in float32: {choice.decided:.1%} of "
                 f"{choice.count}, in {choice}."
             )
         if self.off_by_choices:
-            names = some(list(self.off_by_choices))
+            names = abridged(list(self.off_by_choices))
             most = percent(max(self.off_by_choices.values()))
             yield (
                 f"Off from float32 with its own choices, such as masks: {names}, at "
                 f"most by {most}."
             )
 
-    def _not_compared(self) -> Iterator[str]:
-        """Sentences about operations that have no float32 version."""
+    def _not_compared_sentences(self) -> Iterator[str]:
+        """Names the operations that have no float32 version."""
         for operation, source in self.not_compared:
+            what = f"what {operation} computes in 16 bits at {source}"
             if Trait.EFFECTFUL in traits_of(operation):
-                what = (
-                    f"{operation} at {source}, whose results float32 takes as they are"
-                )
-            else:
-                what = f"what {operation} computes in 16 bits at {source}"
+                at = f"{operation} at {source}"
+                what = f"{at}, whose results float32 takes as they are"
             yield f"Not compared: {what}."
 
-    def _scales(self) -> Iterator[str]:
-        """Sentences about the loss scale that fits, and the first overflow."""
+    def _scale_sentences(self) -> Iterator[str]:
+        """Says which loss scale fits, and where gradients overflow first."""
         fits = self.scale_that_fits
         if fits is None:
             return
@@ -219,16 +225,18 @@ class Diagnosis(Findings):
 
 
 def _how_far_off(wrong: Wrong) -> str:
-    """How far a result is off; of a value inside, how many of its numbers are."""
+    """Formats how far a result is off; for a value inside, how many numbers are off."""
     off = percent(wrong.off)
     is_share = wrong.name == A_VALUE_INSIDE and math.isfinite(wrong.off)
     return f"{off} of its numbers are off" if is_share else off
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first rows of a table, under its title. An empty table has no title either."""
+    """Formats the first rows of a table under its title; an empty table has no lines."""
     if not rows:
         return []
-    lines = aligned([title, *rows[:_SHOWN]])
-    further = len(rows) - _SHOWN
-    return [*lines, f"  and {further} more"] if further > 0 else lines
+    lines = aligned([title, *rows[:_SHOWN_ROWS]])
+    n_hidden = len(rows) - _SHOWN_ROWS
+    if n_hidden > 0:
+        lines.append(f"  and {n_hidden} more")
+    return lines

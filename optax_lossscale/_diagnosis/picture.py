@@ -1,4 +1,4 @@
-"""The picture of a table: magnitudes along the program, with float16's range."""
+"""`Diagnosis.plot`: the magnitudes along the program, against the range of float16."""
 
 import numpy as np
 
@@ -8,33 +8,35 @@ from optax_lossscale._diagnosis.notes import least_infinite
 from optax_lossscale._diagnosis.table import Table
 
 _RED = "#d1495b"
-_ROUNDED_TO_ZERO = 2.0**-25  # half of the least number of float16
+_ROUNDED_TO_ZERO = 2.0**-25  # half of the smallest positive float16
 _ROUNDED_TO_INFINITY = least_infinite(np.float16)
 
 
 def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     """Draws the largest size of each result as a dot, in the program's order.
 
-    A line goes from the dot to the typical size. A dotted line is where the backward pass
-    begins.
+    A thin line connects the dot to the typical size of the result. A dotted line marks
+    where the backward pass begins, and the sizes that float16 cannot hold are shaded.
     """
     axes = axes_for(axes, 3.2)
     rows = [row for row in table.rows if row.largest]
-    places = np.arange(len(rows))
+    order = np.arange(len(rows))
     largest = np.array([row.largest for row in rows])
     typical = [row.typical or np.nan for row in rows]
-    axes.vlines(places, typical, largest, color=GREY, lw=0.8)
+    axes.vlines(order, typical, largest, color=GREY, lw=0.8)
     is_narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
     is_off = np.array([row.error > TOLERANCE for row in rows], bool)
-    for label, color, which in (
+    series = [
         ("16 bits", TEAL, is_narrow),
         ("wider", GREY, ~is_narrow),
         (f"off by more than {TOLERANCE:.0%}", _RED, is_off),
-    ):
-        axes.plot(places[which], largest[which], ".", color=color, label=label)
-    backward = [place for place in places if rows[place].is_backward]
+    ]
+    for label, color, mask in series:
+        axes.plot(order[mask], largest[mask], ".", color=color, label=label)
+    backward = [n for n, row in enumerate(rows) if row.is_backward]
     if backward:
-        axes.axvline(backward[0] - 0.5, color="black", lw=0.8, ls=":")
+        first_backward = backward[0]
+        axes.axvline(first_backward - 0.5, color="black", lw=0.8, ls=":")
     axes.set_yscale("log", base=2)
     _shade(axes)
     axes.set(xlabel="equation of the gradient", ylabel="size")
@@ -43,7 +45,7 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
 
 
 def _shade(axes: Axes) -> None:
-    """Shades the sizes that float16 does not hold."""
+    """Shades the sizes that float16 rounds to zero or to infinity."""
     bottom, top = axes.get_ylim()
     bottom = min(bottom, _ROUNDED_TO_ZERO / 16)
     top = max(top, _ROUNDED_TO_INFINITY * 16)

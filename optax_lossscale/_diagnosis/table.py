@@ -1,7 +1,7 @@
-"""The table of a run: a row for each equation, with its error and magnitudes.
+"""The table of a run: a row for each computed result, with its error and magnitudes.
 
-A note is made in each iteration of a loop. The row of an equation is its note of the
-iteration in which it is off the most.
+A *note* records one result of one equation. An equation in a loop has a note for each
+iteration, but only one row: the note of the iteration in which it is off the most.
 """
 
 import dataclasses
@@ -18,28 +18,34 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 class Table(NamedTuple):
     """A row for each computed result of the gradient, in the program's order.
 
-    Print it for the table. Of each row, `layer` has the numbers of the iterations, too,
-    `before` is how far the worst operand is off, `off` how far the result is, `lost` the
-    share of it that became 0, and `largest` its largest number.
+    Print it for the table. Its columns are
+
+    - `line`, `layer`, `operation` and `dtype`: what computed the result, and where.
+      `layer` includes the number of the iteration, for each loop around the line.
+    - `before`: how far the worst operand is off.
+    - `off`: how far the result is off.
+    - `lost`: the share of the result that became 0.
+    - `largest`: the largest number of the result.
 
     Attributes:
-      rows: the note of each equation. Of one in a loop, it is the note of the iteration
-        in which it is off the most, but with the largest number of all iterations.
+      rows: the note of each result. For a result in a loop, it is the note of the
+        iteration in which it is off the most, but `largest` covers all iterations.
     """
 
     rows: tuple[Note, ...]
 
     def __str__(self) -> str:
-        return "\n".join(aligned([_TITLES, *map(_cells, self.rows)]))
+        cells = [_cells(row) for row in self.rows]
+        return "\n".join(aligned([_TITLES, *cells]))
 
 
 def table_of(notes: Sequence[Note]) -> Table:
-    """The table of all notes of a run."""
-    of_each: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
+    """Builds the table from all notes of a run."""
+    iterations_of: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
     for note in notes:
-        of_each[note.origin, note.position].append(note)
+        iterations_of[note.origin, note.position].append(note)
     rows = []
-    for iterations in of_each.values():
+    for iterations in iterations_of.values():
         worst = max(iterations, key=lambda note: note.error)
         largest = max(note.largest for note in iterations)
         rows.append(dataclasses.replace(worst.row, largest=largest))
@@ -47,10 +53,11 @@ def table_of(notes: Sequence[Note]) -> Table:
 
 
 def _cells(row: Note) -> tuple[str, ...]:
-    """The cells of a row, under `_TITLES`."""
+    """Formats the cells of a row, in the order of `_TITLES`."""
+    inside = [row.layer, *map(str, row.rounds)]
     return (
         row.source,
-        ", ".join(filter(None, [row.layer, *map(str, row.rounds)])),
+        ", ".join(filter(None, inside)),
         row.primitive,
         str(row.dtype),
         percent(row.before),

@@ -1,17 +1,20 @@
-"""Reports as text: paragraphs, lists, tables and percentages."""
+"""Text layout for reports: wrapped paragraphs, shortened lists, tables, percentages.
+
+For example, `abridged(["a", "b", "c", "d"])` returns `a, b, c and 1 more`.
+"""
 
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_NAMED = 3  # how many names of a list are shown
+_SHOWN_NAMES = 3  # how many names of a list are shown
 
 
 def wrapped(paragraph: str) -> str:
-    """A paragraph in lines, all but the first of them indented.
+    """Wraps a paragraph at 100 characters, and indents all lines but the first.
 
-    A line has at most 100 characters, unless one word is longer.
+    Words are never broken, so a line that consists of one long word may be longer.
     """
     return textwrap.fill(
         paragraph,
@@ -22,20 +25,21 @@ def wrapped(paragraph: str) -> str:
     )
 
 
-def some(names: Sequence[str]) -> str:
-    """The first names of a list, as in `a, b, c and 2 more`."""
-    first = ", ".join(names[:_NAMED])
-    further = len(names) - _NAMED
-    return f"{first} and {further} more" if further > 0 else first
+def abridged(names: Sequence[str]) -> str:
+    """Lists the first names and counts the others, as in `a, b, c and 2 more`."""
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    n_hidden = len(names) - _SHOWN_NAMES
+    return f"{shown} and {n_hidden} more" if n_hidden > 0 else shown
 
 
 def lines_of(operations: Iterable[Any]) -> str:
-    """The source lines of operations, each once, of which the first are shown."""
-    return some(list(dict.fromkeys(operation.source for operation in operations)))
+    """Lists the distinct source lines of operations, shortened by `abridged`."""
+    sources = dict.fromkeys(operation.source for operation in operations)
+    return abridged(list(sources))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text for the rows of a table, in columns two spaces apart."""
+    """Pads the cells of a table, so that its columns are two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -45,5 +49,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def percent(share: float) -> str:
-    """A share or an error in percent; `not finite` if it is infinite."""
+    """Formats a share or an error in percent, or as `not finite` if it is infinite."""
     return f"{share:.1%}" if share < math.inf else "not finite"

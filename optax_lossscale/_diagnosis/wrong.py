@@ -1,10 +1,21 @@
 """Which results are wrong, and why: the loss and gradients, or else a value inside.
 
-A result is wrong if it is off from float32 by more than 5%, if it is not finite in
-float32 either, or if it is not in proportion to the loss scale. Two kinds of results
-are not judged. One is what float32 does not determine, as it is off from float64 as
-well: the gradient of a bias before a normalization is nothing but rounding. The other
-is 0 in float32 and only rounding in 16 bits: it is the difference of two equal things.
+A result is *wrong* if one of these is true:
+
+- It is off from float32 by more than 5%.
+- It is not finite even in float32.
+- It is not in proportion to the loss scale.
+
+Two kinds of results are not judged. The first kind is not determined by float32,
+because float32 is off from float64 as well. An example is the gradient of a bias before
+a normalization, which is nothing but rounding. The second kind is the difference of two
+equal things, which is 0 in float32 and only rounding in 16 bits.
+
+If the loss and all gradients are right, `wrong_inside` looks for the first intermediate
+value that is wrong. Reports call it "a value inside".
+
+All of this is read from *notes*. A note records how far one result of the run is off,
+and refers to the notes of its operands (see `notes.py`).
 """
 
 import math
@@ -28,14 +39,16 @@ from optax_lossscale._diagnosis.run import Run, Runs
 from optax_lossscale._diagnosis.value import notes_of
 from optax_lossscale._programs.values import is_narrow_dtype
 
-# The least size to compare: smaller numbers may lack digits in float32.
+# Only larger numbers are compared, because smaller ones may lack digits in float32.
 _COMPARABLE = 2.0**-100
-# If one of these is why a result is off that is 0 in float32, it is the difference of two
-# equal things.
-_OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
-_FAR_LESS = 3  # times: an error of float32 that is so much less than that of 16 bits
+# A result that is 0 in float32, and off for one of these reasons, is the difference of
+# two equal things.
+_DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
+# Where float32 is off by more than 5%, it still determines a result if its error is
+# this many times smaller than the error of 16 bits.
+_FAR_LESS = 3
 _NEAR = 4  # how many equations back from an infinity to look for a lost constant
-_NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
+_NO_RIGHT_DIGIT = 0.5  # a number whose error is larger has no right digit
 
 
 class Wrong(NamedTuple):
@@ -43,22 +56,24 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: of the loss or a gradient, how far it is from float32's, relative to that: 1
-        if only float32's is 0, and infinite if either is not finite. If `how` is "is not
-        linear", it is how much the loss scale changes the gradient, relative to it. Of
-        "a value inside", it is another figure, the share of its numbers that are off by
-        more than 5%; or infinite, if the loss function returns the value beside the loss
-        and it is not finite.
+      off: how far the loss or gradient is from float32's, relative to that. It is 1 if
+        only float32's is 0, and infinite if either is not finite. If `how` is "is not
+        linear", it is instead the relative change of the gradient that the loss scale
+        causes. For "a value inside", it is the share of its numbers that are off by
+        more than 5%. It is infinite if the value is in the `aux` that the loss function
+        returns, and is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
         at fault.
-      place: the result of the equation at fault; if none is, the wrong result itself.
+      place: the result of the equation at fault, or the wrong result itself if no
+        equation is at fault.
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
-        results of the nearest products, and what lies between these and the equation.
-        If the result is not finite in float32 either, those that read a constant which
-        rounding made 0 or infinite.
-      is_inner: whether it is in a derivative that the loss function itself takes.
+        results of the nearest products, and the values between them and the equation.
+        If the result is not finite in float32 either, they are instead the values
+        computed from a constant that rounding made 0 or infinite.
+      is_inner: whether the equation at fault belongs to a derivative that the loss
+        function itself takes.
       is_in_float32: whether the result is not finite in float32 either.
     """
 
@@ -81,46 +96,48 @@ class Wrong(NamedTuple):
 
 
 def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
-    """How far the loss and gradients are off, by name, and which of them are wrong.
+    """Compares the loss and gradients with float32's.
 
-    How far a result is off is left out if the result is not judged, and if it is not
-    finite in float32. Of those that are wrong, the loss comes first, and then the
-    gradient that is off the most.
+    Returns how far each is off, by name, and those that are wrong: the loss first, then
+    the gradients, the worst first. Results that are not judged, or not finite in
+    float32, are left out of the first.
     """
     run = runs.fitting
     off = {}
     wrong = []
     for name, value in run.results.items():
         note = value.note
-        if note is None:  # it is a constant, and so exact
+        if note is None:  # a constant, which is exact
             if name == THE_LOSS:
                 off[name] = 0.0
         elif not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
-            wrong.append(_wrong(name, math.inf, cause, run))
+            wrong.append(_wrong_result(name, math.inf, cause, run))
         elif _float32_determines(_in_float32(runs, name), note):
-            how_far, cause = _off_and_cause(runs, name, note)
+            error, cause = _error_and_cause(runs, name, note)
             if cause is None:
-                off[name] = how_far
-            elif note.typical or cause.how not in _OF_DIFFERENCES:
-                off[name] = how_far
-                wrong.append(_wrong(name, how_far, cause, run))
+                off[name] = error
+            elif note.typical or cause.how not in _DIFFERENCE_OF_EQUALS:
+                off[name] = error
+                wrong.append(_wrong_result(name, error, cause, run))
     wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
     return off, wrong
 
 
 def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
-    """The first value inside that is wrong, as a list of one; empty if none is.
+    """Finds the first value inside that is wrong, as a list of one, or empty if none is.
 
-    A value is wrong if more than a fifth of its numbers are off, and so are those of a
-    later value that reads it. But it is not wrong if
+    A value is wrong if more than a fifth of its numbers are off, and a later value that
+    reads it is off by as much. But it is not wrong if one of these is true:
+
     - float32 does not determine it,
-    - the later values are below the normal numbers of float16, in a program that
-      computes in float16,
-    - no result is computed from it, as from the condition of a loop, or
-    - it is the difference of numbers that are equal but for rounding to 16 bits.
-    What the loss function returns beside the loss stands for a later value, and is itself
-    wrong where it is not finite and float32's is.
+    - the program computes in float16, and the later values are below the normal numbers
+      of float16,
+    - no result depends on it, such as where only the condition of a loop reads it,
+    - it is the difference of numbers that are equal except for rounding to 16 bits.
+
+    Each value in the `aux` of the loss function counts as a later value that is off. It
+    is itself wrong if it is not finite where float32's is.
 
     Args:
       runs: the runs of the gradient.
@@ -130,36 +147,34 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
-            return [_wrong(A_VALUE_INSIDE, note.error, cause_of(note), run)]
-    off_inside = _widely_off(runs)
+            return [_wrong_result(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+    candidates = _widely_off(runs)
     least = least_normal(np.float16) if np.float16 in dtypes else 0.0
-    still_off_later = {
-        read
-        for note in [*off_inside, *aux]
-        if note.typical >= least
-        for read in back_from(note.reads, _moved_from)
-    }
+    still_off_later: set[Note] = set()
+    for note in [*candidates, *aux]:
+        if note.typical >= least:
+            still_off_later.update(back_from(note.reads, _moved_from))
     eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-    for note in off_inside:
+    for note in candidates:
         if note in still_off_later:
             cause = cause_of(note)
             if not _is_difference_of_equals(cause.note, eps):
-                return [_wrong(A_VALUE_INSIDE, note.off_share, cause, run)]
+                return [_wrong_result(A_VALUE_INSIDE, note.off_share, cause, run)]
     return []
 
 
-def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
-    """The `Wrong` of a result with this cause, for the report."""
-    at = cause.note
-    # The loss depends on a derivative inside of its function, and not on one in a rule
-    # for the backward pass.
-    is_before_the_loss = at in back_from(notes_of([run.loss]))
-    is_derivative = at.origin.is_derivative and not at.is_backward
+def _wrong_result(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+    """Builds the `Wrong` of a result that is off for this cause."""
+    at_fault = cause.note
+    # The loss depends on the derivatives that its function takes. It does not depend on
+    # those in a custom rule for the backward pass.
+    is_before_the_loss = at_fault in back_from(notes_of([run.loss]))
+    is_derivative = at_fault.origin.is_derivative and not at_fault.is_backward
     return Wrong(
         name,
         off,
         cause.how,
-        place=at.row,
+        place=at_fault.row,
         rounded=tuple(note.row for note in cause.rounded),
         is_inner=is_derivative and is_before_the_loss,
         is_in_float32=cause.is_in_float32,
@@ -170,47 +185,51 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 
 
 def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
-    """Why a result is not finite in float32 that makes the program's choices.
+    """Finds why a result is not finite in float32 with the program's choices.
 
-    By its own choices, float32 may be finite. Then the first number that 16 bits do not
-    hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
+    With its own choices, float32 may be finite. Then the first number that 16 bits
+    cannot hold is at fault. For example, where the largest logit overflows float16,
+    `logsumexp` chooses not to subtract it, and float32 follows that choice.
     """
     if runs.in_float32:
-        by_own_choices = runs.in_float32.results[name].pair.actual
-        if np.isfinite(by_own_choices).all():
-            before = set(back_from([note]))
+        with_own_choices = runs.in_float32.results[name].pair.actual
+        if np.isfinite(with_own_choices).all():
+            ancestors = set(back_from([note]))
             for earlier in runs.fitting.notes:
-                if earlier.bad and earlier in before:
+                if earlier.bad and earlier in ancestors:
                     return cause_of(earlier)
     cause = cause_in_float32(note)
-    return cause._replace(rounded=_lost_constants(cause))
+    if not cause.is_in_float32:  # a kernel, whose constants are not known
+        return cause
+    return cause._replace(rounded=_near_lost_constants(cause.note))
 
 
-def _lost_constants(cause: Cause) -> tuple[Note, ...]:
-    """The nearest equations before an infinity that read a constant lost to rounding.
+def _near_lost_constants(note: Note) -> tuple[Note, ...]:
+    """Finds the equations nearest before `note` that read a constant lost to rounding.
 
-    There are none if float32 is finite.
+    The equation of `note` itself comes first.
     """
-    nearest = [cause.note] if cause.is_in_float32 else []
+    nearest = [note]
     for _ in range(_NEAR):
-        with_constant = [note for note in nearest if note.origin.has_lost_constant]
+        with_constant = [near for near in nearest if near.origin.has_lost_constant]
         if with_constant:
             return tuple(with_constant)
-        reads = [read for note in nearest for read in note.reads]
+        reads = [read for near in nearest for read in near.reads]
         nearest = list(dict.fromkeys(reads))
     return ()
 
 
 def _in_float32(runs: Runs, name: str) -> Note | None:
-    """The note of the loss or a gradient in float32, if the program ran in it."""
+    """Returns the note of a result in the run of the program in float32, if there was one."""
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
 def _float32_determines(in_float32: Note | None, note: Note) -> bool:
-    """Whether float32 determines a value so well that 16 bits can be wrong about it.
+    """Whether float32 determines a value well enough for 16 bits to be wrong about it.
 
-    It does if it is off from float64 by 5% at most, or by far less than 16 bits are off
-    from it. But a number of which float32 has no right digit is not determined.
+    It does if float32 is off from float64 by at most 5%, or by far less than 16 bits
+    are off from float32. But a number without any right digit in float32 is not
+    determined.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.
@@ -218,58 +237,62 @@ def _float32_determines(in_float32: Note | None, note: Note) -> bool:
     """
     if note.bad or in_float32 is None:
         return True
-    far_less = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
+    far_less = min(note.error / _FAR_LESS, _NO_RIGHT_DIGIT)
     return in_float32.error <= max(TOLERANCE, far_less)
 
 
-def _off_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
-    """How far the loss or a gradient is off, and why; None for one that is right."""
+def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
+    """Returns how far the loss or a gradient is off, and why; the cause is None if right.
+
+    A loss whose terms cancel may be off only because it is about 0. If all gradients
+    are right, its distance from float32's is therefore compared with how much it
+    changes with the parameters, instead of with its size.
+    """
     if note.error > TOLERANCE:
         cause = cause_of(note)
-        if name == THE_LOSS and _is_wide_sum(cause.note) and _are_grads_right(runs):
-            off = note.distance / max(_change_of_loss(runs), _COMPARABLE)
-            if off <= TOLERANCE:
-                return off, None
+        may_be_near_0 = name == THE_LOSS and _is_wide_sum(cause.note)
+        if may_be_near_0 and _are_grads_right(runs):
+            change = max(_change_of_loss(runs), _COMPARABLE)
+            if note.distance / change <= TOLERANCE:
+                return note.distance / change, None
         return note.error, cause
     run = runs.fitting
-    off = _out_of_proportion(runs.at_1.results[name].note, note, run.scale)
-    if off <= TOLERANCE:
+    note_at_1 = runs.at_1.results[name].note
+    deviation = _out_of_proportion(note_at_1, note, run.scale)
+    if deviation <= TOLERANCE:
         return note.error, None
     at_1 = runs.at_1.by_result
-    not_linear = (
-        earlier
-        for earlier in run.notes
-        if _out_of_proportion(at_1.get(earlier.result), earlier, run.scale) > TOLERANCE
-    )
-    return off, Cause(How.IS_NOT_LINEAR, next(not_linear, note))
+    for earlier in run.notes:
+        same_at_1 = at_1.get(earlier.result)
+        if _out_of_proportion(same_at_1, earlier, run.scale) > TOLERANCE:
+            return deviation, Cause(How.IS_NOT_LINEAR, earlier)
+    return deviation, Cause(How.IS_NOT_LINEAR, note)
 
 
 def _is_wide_sum(note: Note) -> bool:
-    """Whether an equation adds or subtracts, and is not itself in 16 bits."""
+    """Whether an equation adds or subtracts in more than 16 bits."""
     return note.is_any(SUMS) and not is_narrow_dtype(note.dtype)
 
 
 def _are_grads_right(runs: Runs) -> bool:
     """Whether all gradients that float32 determines are right."""
-    if runs.in_float32 is None:  # as nothing is off
-        return True
     for name, value in runs.fitting.grads.items():
         note = value.note
         if note is None:
             continue
         is_off = note.error > TOLERANCE or not note.is_reference_finite
-        is_determined = _float32_determines(runs.in_float32.results[name].note, note)
-        if is_off and is_determined:
+        if is_off and _float32_determines(_in_float32(runs, name), note):
             return False
     return True
 
 
 def _change_of_loss(runs: Runs) -> float:
-    """How much the loss changes as the parameters do, for a loss that is about 0.
+    """Measures how much the loss changes with the parameters, for a loss near 0.
 
-    That is the sum of the inner products of each parameter with its gradient. The loss
-    of a policy in its first step is 0, as advantages add up to 0. What is left of it by
-    rounding is nothing beside what a change of the parameters makes of it.
+    It is the sum over the parameters of the absolute inner product of each with its
+    gradient. For example, the loss of a policy is 0 in its first step, because
+    advantages add up to 0. The rounding that is left in it does not matter if a change
+    of the parameters changes the loss by far more.
     """
     run = runs.fitting
     changes = []
@@ -281,7 +304,7 @@ def _change_of_loss(runs: Runs) -> float:
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
-    """How far a result in float32 is from being in proportion to the loss scale."""
+    """Measures how far a result in float32 is from growing with the loss scale."""
     if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
         return 0.0
     return abs(note.typical / (at_1.typical * scale) - 1)
@@ -291,9 +314,9 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 
 
 def _widely_off(runs: Runs) -> list[Note]:
-    """The values of the forward pass of which a fifth is off.
+    """Finds the values of the forward pass of which more than a fifth is off.
 
-    Those are left out that no result depends on, or that float32 does not determine.
+    Only values that a result depends on, and that float32 determines, are included.
     """
     run = runs.fitting
     used = set(back_from(notes_of([*run.results.values(), *run.aux])))
@@ -309,10 +332,11 @@ def _widely_off(runs: Runs) -> list[Note]:
 
 
 def _is_difference_of_equals(note: Note, eps: float) -> bool:
-    """Whether a sum is of terms that 16 bits, which round by `eps`, do not tell apart.
+    """Whether a sum is smaller than the rounding of its terms, if `eps` is its precision.
 
-    An example is the difference of the log-probabilities that a policy gives in training
-    and gave when its data was collected, which is 0 but for rounding.
+    For example, the log-probabilities of a policy in training and at the time that its
+    data was collected are equal except for rounding, which is all that their difference
+    consists of.
     """
     terms = max((read.typical for read in note.reads), default=0.0)
     size_of_sum = terms * math.sqrt(note.origin.terms)
@@ -320,5 +344,5 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
 
 
 def _moved_from(note: Note) -> Sequence[Note]:
-    """The notes of what a loop moved to make a value; none of an equation's result."""
+    """Returns the operands of a value that a loop only moved; none of a computed value."""
     return () if note.is_computed else note.reads
