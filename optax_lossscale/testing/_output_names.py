@@ -22,7 +22,7 @@ def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """Returns the outputs that `ignore` does not name, and that are in no tree it names.
+    """Returns the outputs that `ignore` names neither by themselves nor with their tree.
 
     Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """

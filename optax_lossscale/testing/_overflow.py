@@ -126,7 +126,7 @@ def _replicas_diverge(trial, judged):
     """Reports outputs and loss scales whose copies differ between devices.
 
     Outputs that are not judged, such as each device's own loss, may differ. Loss scales
-    are not among `trial.outputs`, and are always judged.
+    may not: they are not among `trial.outputs`, and their copies must always agree.
     """
     diverged = [
         path for path in trial.diverged if path in judged or path not in trial.outputs
@@ -143,26 +143,33 @@ def _skip_not_counted(overflow_trials):
 
 
 def _nan_not_skipped(experiment, carry, judged):
-    """Reports a NaN in the batch that reaches the carry, or makes replicas diverge.
-
-    The batch is assumed to be the first array of floats that is not in the carry.
-    """
-    in_carry = set(carry.values())
-    arrays = [path for path, x in experiment.floats.items() if x.ndim and x.size]
-    candidates = [path for path in arrays if path not in in_carry]
-    if not candidates:
+    """Reports a NaN in the batch that changes the carry, or makes replicas diverge."""
+    batch = _batch_in(experiment, carry)
+    if batch is None:
         return ""
-    batch = candidates[0]
     trial = experiment.trial_with_nan(batch)
     changed = changed_outputs(trial, judged)
     if not trial.was_skipped:
-        # It may be right to apply the step: the NaN may not have reached the loss, or
-        # only one of several updates in the step. Then only outputs that are infinite
-        # or NaN are wrong.
+        # Applying the step may be right: perhaps the NaN did not reach the loss, or
+        # reached only one of several updates that the step makes. Then an output may
+        # change, but not to infinity or NaN.
         changed = [path for path in changed if not is_finite(trial.outputs[path])]
     title = _CHANGED_BY_NAN.format(name=name_of(batch))
     changed_fault = format_fault(title, changed, KEEP_REMEDY)
     return _replicas_diverge(trial, judged) or changed_fault
+
+
+def _batch_in(experiment, carry):
+    """Returns the path of the argument that is assumed to be the batch, or None.
+
+    It is the first array of floats that is not in the carry. Single numbers and empty
+    arrays are passed over.
+    """
+    in_carry = set(carry.values())
+    for path, x in experiment.floats.items():
+        if path not in in_carry and x.ndim and x.size:
+            return path
+    return None
 
 
 _HEADLINE = "the step does not survive an overflow, or its devices drift apart."
