@@ -87,7 +87,7 @@ def _table(history: Any) -> np.ndarray:
         else:
             table = np.array([columns(step) for step in history])
     except (KeyError, TypeError, IndexError, ValueError):
-        table = np.zeros(0)
+        table = np.zeros(0)  # refused below, as is a table without steps
     if table.ndim != 2 or not table.size:
         messages.refuse(
             "history",
@@ -135,7 +135,9 @@ def exponents(
     validation.check_concrete("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
     edges = _edges(dtype)
-    scale = validation.scale("loss_scale", resolve(loss_scale)())
+    low, largest_zero, *_, high = edges
+    resolved = resolve(loss_scale)
+    scale = validation.scale("loss_scale", resolved())
     sizes = _sizes(scaled_grads)
     axes = axes_for(axes, 3.2)
     if scale == 1:
@@ -144,11 +146,11 @@ def exponents(
         _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
         _draw_histogram(axes, edges, sizes, label, AFTER)
-    becomes_zero = sizes <= 2.0 ** edges[1]
+    becomes_zero = sizes <= 2.0**largest_zero
     percent_zero = 100 * np.sum(becomes_zero) / max(1, sizes.size)
     labels = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
     _shade(axes, edges, labels)
-    axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
+    axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
     axes.locator_params("x", integer=True)
     axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
     axes.legend(frameon=False)
@@ -158,9 +160,8 @@ def exponents(
 def _draw_histogram(
     axes: Axes, edges: Sequence[int], sizes: np.ndarray, label: str, color: str
 ) -> None:
-    """Draws a histogram of absolute values, in percent of all, with powers of two as bins."""
-    low = edges[0]
-    high = edges[-1]
+    """Draws a histogram of absolute values, in percent, with powers of two as bins."""
+    low, *_, high = edges
     drawn = sizes[(sizes > 0) & (sizes < np.inf)]
     powers = np.log2(drawn)
     axes.hist(
@@ -181,8 +182,8 @@ def _edges(dtype: np.dtype) -> list[int]:
     the last exponent cut off the ranges of zero and infinity, which have no end.
     """
     info = jnp.finfo(dtype)
-    smallest = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
-    return [smallest - 6, smallest, info.minexp, info.maxexp, info.maxexp + 4]
+    largest_zero = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
+    return [largest_zero - 6, largest_zero, info.minexp, info.maxexp, info.maxexp + 4]
 
 
 def _shade(axes: Axes, edges: Sequence[int], labels: Sequence[str]) -> None:
@@ -195,7 +196,7 @@ def _shade(axes: Axes, edges: Sequence[int], labels: Sequence[str]) -> None:
 
 
 def _sizes(tree: Any) -> np.ndarray:
-    """Flattens gradients to absolute values in float64; each part of a complex one counts."""
+    """Flattens gradients to absolute values in float64, two for a complex number."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     parts = [np.zeros(0)]
     for leaf in filter(is_inexact_leaf, leaves):

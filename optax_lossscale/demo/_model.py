@@ -28,7 +28,7 @@ def init(key, width=WIDTH, blocks=BLOCKS):
 
 
 def init_block(keys, width):
-    """Draws one block's parameters, those of attention and two dense layers; takes 4 keys."""
+    """Draws a block's parameters from four keys: attention and two dense layers."""
     return {
         "norm1": jnp.ones(width),
         "qkv": normal(keys[0], width, 3 * width),

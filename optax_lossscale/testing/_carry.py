@@ -23,10 +23,10 @@ sizes in the same places:
 
 3. An output in one tree was matched with the argument in its place in the other. Then
    all outputs in the tree are new values.
-4. The two trees hold the counts of an optimizer, or have the structure of two trees
-   that rule 3 matched. An example is an average of parameters whose first update
-   replaces it by a copy of them. That output does not depend on the old average, so
-   rules 1 and 2 do not find it.
+4. The two trees have the structure of trees that rule 3 matched, or hold the counts of
+   an optimizer. An example is an average of parameters whose first update replaces it
+   by a copy of them. That output does not depend on the old average, so rules 1 and 2
+   do not find it.
 """
 
 from collections import defaultdict
@@ -41,16 +41,16 @@ from optax_lossscale.testing._numbers import Path, difference, equal, norm
 
 Carry = dict[Path, Path]  # maps outputs to the arguments that they are new values of
 
-# An argument is perturbed, and an output that may be its new value changes. Thresholds:
-_MIN_COSINE = 0.5  # of the angle between the two changes
+# Thresholds for the change of an argument and the change of an output that it causes
+_MIN_COSINE = 0.5  # of the angle between the two
 _MIN_SIMILARITY = 0.1  # low, because a moving average follows only part of a change
-_MIN_DEPENDENCE = 1e-4  # of the second's norm to the first's; less may be rounding
+_MIN_DEPENDENCE = 1e-4  # the ratio of their norms; a smaller one may come from rounding
 
 
 class Score(NamedTuple):
     """How well an output matches an argument on which it depends; higher is better.
 
-    Scores compare by depth first: the longer two paths are, the more keys of them agree.
+    Scores compare by depth first: where longer paths match, more of their keys agree.
 
     Attributes:
       depth: the length of the shorter one of the two paths.
@@ -115,7 +115,7 @@ def _scores(perturbed_pairs):
 
 
 def _score(trial, perturbed, output, argument):
-    """Scores an output with a perturbed argument.
+    """Scores an output with an argument that differs between two trials.
 
     Returns None if the two cannot match, or the output does not depend on the argument.
     """
@@ -178,8 +178,8 @@ def _is_in_position(output, argument, experiment):
 
     Steps usually return their carry in the order of their arguments. So an output that
     depends on the argument in its position is taken for its new value, unless it is
-    computed from gradients: those would be changed by an overflow. Single numbers are
-    excluded, because they may be losses.
+    computed from gradients. In that case an overflow would change it. Single numbers
+    are excluded, because they may be losses.
     """
     without_overflow = experiment.baseline.output_fingerprints[output]
     overflow_trial = experiment.overflow_trials[-1]
@@ -252,7 +252,7 @@ def _enclosing_trees(carry):
 
 
 def _unmatched_trees(results, arguments, matched):
-    """Pairs the other trees: the first output tree of a structure with the first argument.
+    """Pairs the remaining output and argument trees of each structure, in their order.
 
     Structures that occur more often on one side than on the other are left out, because
     it is not clear which trees belong together.

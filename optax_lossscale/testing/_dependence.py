@@ -21,13 +21,13 @@ import numpy as np
 from optax_lossscale.testing._numbers import Path, difference, norm
 from optax_lossscale.testing._sweep import Sweep
 
-_POWERS = (-1, 1, -2, 2, -0.5, 0.5)
+_POWERS = (-1, 1, -2, 2, -0.5, 0.5)  # if an output follows several, the first counts
 # The largest relative difference of two neighbouring slopes on a straight line. Rounding
 # in float16 may cause any slopes, but three in a row are hardly ever this close.
 _SLOPE_TOLERANCE = 0.02
-# How many exponents below the highest loss scale a float16 step is judged. Float16 has 40
-# exponents between overflow and zero. If the largest gradient nearly overflows at the
-# highest scale, only those 2**20 times smaller become zero down to here.
+# How many exponents below the highest loss scale a float16 step is judged. Float16 has
+# 40 exponents between overflow and zero. If the largest gradient nearly overflows at
+# the highest scale, only those 2**20 times smaller become zero down to here.
 _REACH = 20
 # A change between two neighbouring scales may be caused by underflow if it is at most
 # this share of the output's largest change between lower scales.
@@ -79,7 +79,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     for path, values in sweep.outputs.items():
         # An output that is computed from many numbers, such as a norm, may change where
         # one of them underflows. That shows in another output, such as Adam's moments.
-        others_underflow = num_underflowing > has_underflow[path]
+        others_underflow = num_underflowing - has_underflow[path] > 0
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
         is_fault = is_unexplained & is_in_reach & ~others_underflow

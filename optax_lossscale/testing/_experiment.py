@@ -72,8 +72,8 @@ class Experiment:
         loss_scales = loss_scales_in(self._arguments)
         adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
-        # A fixed loss scale has no value that a trial could replace, so fixed ones are
-        # disregarded beside an adaptive one, and without one the first stands for all.
+        # Fixed loss scales have no value that a trial could replace. Beside an adaptive
+        # one they are disregarded; without one, the first stands for all.
         candidates = adaptive or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(candidates))
         states = nodes_in(self._arguments, _is_state)
@@ -222,7 +222,7 @@ class Experiment:
 
 
 def log2_of(loss_scale: LossScale) -> float:
-    """Computes the log2 of a loss scale: of the highest one, if replicas have their own."""
+    """Computes the log2 of a loss scale; if replicas have their own, of the highest."""
     return float(np.log2(np.max(loss_scale.loss_scale)))
 
 

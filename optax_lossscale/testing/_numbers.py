@@ -146,12 +146,12 @@ def equal(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def replicas_differ(tree: Any) -> bool:
-    """Whether devices hold different copies of an array in a tree, or of one of its shards."""
+    """Whether devices hold different copies of an array in a tree, or of a shard."""
     for x in jax.tree.leaves(tree):
         copies = {}
         for shard in getattr(x, "addressable_shards", ()):
             copy = fingerprint(shard.data)
-            # Copies of the same shard have the same index: slices, not hashable in 3.11.
+            # The index tells which shard it is. Slices are not hashable in Python 3.11.
             first_copy = copies.setdefault(str(shard.index), copy)
             if copy != first_copy:
                 return True

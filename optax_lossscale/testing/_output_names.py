@@ -1,4 +1,4 @@
-"""How errors name a step's outputs, and how the argument `ignore` refers to them.
+"""How errors name and list a step's outputs, and how `ignore` refers to them.
 
 The name of an output is its path in the step's result, such as `result[0]['w']`. An
 argument that the step changes in place is an output, too, such as `args[1].mean`.
@@ -22,7 +22,7 @@ def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """Returns the outputs that `ignore` names neither by themselves nor with their tree.
+    """Returns the outputs that `ignore` does not name, by themselves or with a tree.
 
     Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """

@@ -1,11 +1,12 @@
-"""`assert_survives_overflow`: an overflow, or a NaN in the batch, leaves nothing behind.
+"""`assert_survives_overflow`: an overflow, or a NaN in the batch, spoils no later step.
 
 The step is run where it should be skipped: at loss scales so large that gradients
-overflow, and with a NaN in its batch. There, the carry of the step, such as parameters
-and moments, should come back unchanged. `_carry.py` explains how the carry is found.
+overflow, and with a NaN in its batch. Then its carry, which is what the next step gets
+from it, such as parameters and moments, should come back unchanged. `_carry.py`
+explains how the carry is found.
 
-Each private function here looks for one fault. It returns a description of the fault,
-or an empty string if there is no fault.
+A function that reports a fault returns a description of it, or an empty string if there
+is no such fault.
 """
 
 from collections.abc import Callable, Collection

@@ -1,12 +1,12 @@
-"""`assert_scale_invariant`: nothing but the loss scale itself depends on the loss scale.
+"""`assert_scale_invariant`: only the loss scale itself may depend on the loss scale.
 
 The assertion looks at the step in three situations:
 
 - At falling loss scales, from a high one at which the step is applied, each output
   should stay the same.
 - At loss scales at which gradients overflow, the step should be skipped.
-- When the loss scale grows, the outputs should be the same as in a step that begins with
-  the same scale, but does not change it.
+- At a step at which the loss scale grows, the outputs should be the same as at one that
+  begins with the same scale, but at which it does not grow.
 
 It also checks that the float32 weights of `with_master_weights` match the float16
 parameters.
@@ -136,14 +136,14 @@ def _first_fault(experiment, ignore):
     """Describes the first fault of a step; returns an empty string if there is none.
 
     The description names the outputs concerned, gives the reason, and suggests a fix.
-    So do the functions below, each of which looks for one fault.
+    Each function below that reports a fault returns the same.
     """
     trials = trials_at_falling_scales(experiment)
     overflow_trials = experiment.overflow_trials
     fault = scale_not_adapted(overflow_trials) or _rarely_applied(experiment, trials)
     if fault:
         return fault
-    highest = trials[0]  # the trial at the highest of the falling loss scales
+    highest = trials[0]  # at the highest loss scale of those that were not skipped
     sweep = sweep_of(experiment, trials, without_ignored(ignore, highest.outputs))
     powers = powers_followed(sweep)
     carry = within(find_carry(experiment), sweep.outputs, experiment.floats)
@@ -196,8 +196,8 @@ def _is_from_gradients(path, trials):
 def _divided_twice(powers):
     """Reports gradients that are divided by the loss scale once too often.
 
-    If they are, most of the outputs that follow a power of the scale follow a negative
-    one. A few do so even if gradients are left scaled, because of Adam's epsilon.
+    Then most of the outputs that follow a power of the scale follow a negative one. A
+    few do so even if gradients are left scaled, because of Adam's epsilon.
     """
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
@@ -292,9 +292,9 @@ def _differ(actual, expected, tolerance):
 
 @jax.jit
 def _before_growth(loss_scale):
-    """Advances a loss scale to the point at which one more finite step changes it.
+    """Advances a loss scale by finite steps until one more would change it.
 
-    If the loss scale does not change for 100,000 finite steps, it is advanced by those.
+    It takes 100,000 steps if none of these changes the loss scale.
     """
 
     def is_steady(carry):

@@ -1,11 +1,12 @@
 """Checks of a step at loss scales so large that gradients overflow.
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
-its carry as it was. At an infinite loss scale all gradients overflow, so a step that is
-applied even there either ignores its loss scale, or hides infinities from the check.
+its carry as it was. At an infinite loss scale all gradients but zeros overflow. A step
+that is applied even there ignores its loss scale, hides infinities from the check, or
+checks nothing; or all its gradients are zero.
 
-Each function here looks for one fault. It returns a description of the fault, which
-names the outputs concerned and suggests a fix; or an empty string if there is no fault.
+A function that reports a fault returns a description, which names the outputs concerned
+and suggests a fix; or an empty string if there is no such fault.
 """
 
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ def scale_not_adapted(overflow_trials: list[Trial]) -> str:
 
 
 def _is_reset(first, last):
-    """Whether two skipped steps return the same loss scale, but should return different ones."""
+    """Whether two skipped steps return the same loss scale, but should not."""
     are_skipped = first.was_skipped and last.was_skipped
     if_first_skipped, _ = first.adjusted
     if_last_skipped, _ = last.adjusted

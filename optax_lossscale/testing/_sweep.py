@@ -1,9 +1,9 @@
 """A sweep runs a step at falling loss scales and collects its outputs.
 
-It begins at the highest loss scale at which the step is applied, or at 2**30 if the step
-computes in a dtype of wide range. From there, it divides the scale by 4 and by 8 in
-turn. Multiplying a float by a power of two changes only its exponent, unless it
-overflows or underflows. So apart from that, no digit of a correct step's gradients
+It begins at the highest loss scale at which the step is applied, or at 2**30 if the
+step computes in a dtype of wide range. From there, it divides the scale by 4 and by 8
+in turn. Multiplying a float by a power of two changes only its exponent, unless the
+float overflows or underflows. Apart from that, no digit of a correct step's gradients
 depends on the scale.
 """
 
@@ -88,7 +88,8 @@ def sweep_of(
     Args:
       experiment: runs the step again.
       trials: the trials of `trials_at_falling_scales`, at least one.
-      outputs: the outputs to collect. Those that a trial does not return are left out.
+      outputs: the outputs to collect. Those that some trial did not return are left
+        out.
     """
     values = {
         path: np.stack([trial.outputs[path] for trial in trials])
