@@ -208,6 +208,7 @@ def _with_trees(carry, scores, experiment):
         for output, argument in _enclosing_trees(carry)
         if output in results and results[output] == arguments.get(argument)
     }
+    # Below, `… | carry` keeps what is in the carry already.
     for output, argument in matched.items():
         carry = _leaf_pairs(output, argument, results[output]) | carry
     known_structures = {results[output] for output in matched}

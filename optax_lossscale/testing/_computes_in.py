@@ -25,9 +25,9 @@ def assert_computes_in(
     The step is traced, but neither compiled nor run. The assertion checks every product
     that `dtype_report` lists, with three exceptions: products of integers; products in
     Optax's own optimizers, such as Muon; and products that are meant to stay wide,
-    because they have `precision=jax.lax.Precision.HIGHEST` or an algorithm, or were
-    traced under `jax.default_matmul_precision("highest")`. A default precision under
-    which the assertion itself is called exempts nothing, as it applies to all products.
+    because their `precision` is `jax.lax.Precision.HIGHEST` or an algorithm, or they
+    were traced under `jax.default_matmul_precision("highest")`. A default precision
+    under which the assertion itself is called exempts nothing: all products have it.
 
     Args:
       step: the training step, compiled or not, or any other function that JAX can

@@ -79,7 +79,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     for path, values in sweep.outputs.items():
         # An output that is computed from many numbers, such as a norm, may change where
         # one of them underflows. That shows in another output, such as Adam's moments.
-        others_underflow = num_underflowing - has_underflow[path] > 0
+        others_underflow = num_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
         is_fault = is_unexplained & is_in_reach & ~others_underflow

@@ -117,7 +117,7 @@ class Experiment:
         """
         rng = np.random.default_rng(0)
         pairs = []
-        # The first two keys of a path, such as `args` and 0, tell the argument.
+        # The first two keys of a path, such as `args` and 0, say which argument it is.
         for _, paths in itertools.groupby(self.floats, key=lambda path: path[:2]):
             values = {path: _perturb(self.floats[path], rng) for path in paths}
             for trial in (self.baseline, self.overflow_trials[-1]):
@@ -170,8 +170,8 @@ class Experiment:
         arguments = _copy_tree(self._arguments, replacements)
         inputs = arrays_in(arguments)
         # The inputs are read now, because the step may donate their buffers.
-        input_samples = _samples(inputs)
-        input_fingerprints = _fingerprints(inputs)
+        input_samples = _map_values(sample, inputs)
+        input_fingerprints = _map_values(fingerprint, inputs)
         # Holding on to the old leaves keeps Python from reusing their ids for outputs.
         old_leaves = jax.tree.leaves(without_variables(arguments))
         result = self._call_step(arguments, is_infinite)
@@ -185,8 +185,8 @@ class Experiment:
             is_infinite=is_infinite,
             arguments=input_samples,
             argument_fingerprints=input_fingerprints,
-            outputs=_samples(outputs),
-            output_fingerprints=_fingerprints(outputs),
+            outputs=_map_values(sample, outputs),
+            output_fingerprints=_map_values(fingerprint, outputs),
             loss_scales=jax.device_get(list(loss_scales.values())),
             states=jax.device_get(list(states.values())),
             skip_count_change=_skip_count(states) - self._skip_count,
@@ -277,18 +277,16 @@ def _only_outputs(nodes, old_leaves):
     return outputs
 
 
-def _samples(arrays):
-    """Samples each array in a dict."""
-    return {path: sample(x) for path, x in arrays.items()}
-
-
-def _fingerprints(arrays):
-    """Computes the fingerprint of each array in a dict."""
-    return {path: fingerprint(x) for path, x in arrays.items()}
+def _map_values(function, arrays):
+    """Applies a function to each array in a dict."""
+    return {path: function(x) for path, x in arrays.items()}
 
 
 def _perturb(x, rng):
-    """Makes each number of an array a little larger or smaller, at random."""
+    """Makes each number of an array a little larger or smaller, at random.
+
+    Zeros become positive, so that second moments, such as Adam's, are not negative.
+    """
     signs = rng.choice([-1, 1], x.shape)
     changes = _PERTURBATION * signs * rng.uniform(0.5, 1.5, x.shape)
     perturbed = np.where(x == 0, abs(changes), x * (1 + changes))

@@ -28,8 +28,9 @@ def without_ignored(
     """
     ignored = [ignore] if isinstance(ignore, str) else ignore
     names = {path: _names_of(path) for path in outputs}
+    all_names = set().union(*names.values())
     for name in ignored:
-        if not any(name in output_names for output_names in names.values()):
+        if name not in all_names:
             known = "\n  ".join(map(name_of, outputs))
             raise ValueError(
                 f"ignore={name!r} names no output. The outputs are\n  {known}"

@@ -53,10 +53,11 @@ def assert_survives_overflow(
     The step is run on copies of its arguments: with loss scales at which gradients
     overflow, up to infinity; with a NaN in the batch; and several times with small
     changes, which show what the step passes on to the next step. The batch is assumed
-    to be the first array of floats among the arguments that is not passed on. This may
-    pick a constant, such as class weights, that comes before the batch. If there is no
-    such array, as with a batch of tokens, no NaN is tried. If the step raises an error
-    at an infinite loss scale, it is judged by the other runs alone.
+    to be the first array of floats among the arguments that is not passed on, leaving
+    out single numbers. This may pick a constant, such as class weights, that comes
+    before the batch. If there is no such array, as with a batch of tokens, no NaN is
+    tried. If the step raises an error at an infinite loss scale, it is judged by the
+    other runs alone.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it

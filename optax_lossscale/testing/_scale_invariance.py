@@ -62,10 +62,11 @@ def assert_scale_invariant(
     """Raises if anything that a training step computes depends on the loss scale.
 
     A correct step multiplies the loss by the loss scale and divides the gradients by
-    it, so its outputs are the same at any loss scale, except for underflow. In a wrong
-    step the two operations do not cancel. Training may not reveal this, since Adam's
-    updates hardly depend on the size of the gradients. Put this assertion into your
-    tests, with the step that you train with, its initial state and a small batch.
+    it, so its outputs are the same at any loss scale at which gradients neither
+    underflow nor overflow. In a wrong step the two operations do not cancel. Training
+    may not reveal this, since Adam's updates hardly depend on the size of the
+    gradients. Put this assertion into your tests, with the step that you train with,
+    its initial state and a small batch.
 
     The step is run some thirty times on copies of its arguments. At falling loss
     scales, all powers of two, the assertion looks for outputs that follow a power of
@@ -185,8 +186,9 @@ def _rarely_applied(experiment, trials):
 def _is_from_gradients(path, trials):
     """Whether an output is computed from gradients, as trials at several scales show.
 
-    If it is, it differs between trials, at least where gradients underflow or overflow.
-    An output that never differs, such as the mean of a batch, is not.
+    Such an output differs between trials, as it is not updated where gradients
+    overflow. One that never differs, such as the mean of a batch, is not computed from
+    gradients.
     """
     fingerprints = [trial.output_fingerprints for trial in trials]
     distinct = {x[path] for x in fingerprints if path in x}
@@ -219,7 +221,7 @@ def _still_scaled(powers, sweep, highest):
 
 
 def _list_powers(powers):
-    """Lists outputs by what they are multiplied by when the loss scale doubles."""
+    """Lists outputs with the powers of the loss scale that they follow."""
     rows = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
     return format_fault(_BY_A_POWER, rows)
 

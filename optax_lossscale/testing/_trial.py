@@ -79,7 +79,7 @@ class Trial:
         return np.concatenate(flags)
 
     def _shows_skip(self, loss_scale):
-        """Whether a skipped step returns this loss scale and an applied one does not."""
+        """Whether a skipped step returns this loss scale and an applied one another."""
         if_skipped, if_applied = self.adjusted
         return loss_scale == if_skipped and loss_scale != if_applied
 
@@ -90,7 +90,7 @@ class Trial:
 
     @property
     def was_applied(self) -> bool:
-        """Whether no output reports that the step, or one of its updates, was skipped."""
+        """Whether no output reports that the step or one of its updates was skipped."""
         return self.skip_count_change <= 0 and bool(np.all(self.applied_flags))
 
     @property
