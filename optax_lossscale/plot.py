@@ -44,8 +44,8 @@ def loss_scale(
       The axes.
 
     Raises:
-      ValueError: if `history` is neither, is empty, or has columns of different
-        lengths.
+      ValueError: if `history` is neither of these, is empty, or has columns of
+        different lengths.
       TypeError: if `history` is traced, or `axes` are not matplotlib's.
 
     Example:
@@ -64,10 +64,10 @@ def loss_scale(
     steps = np.arange(1, len(scale) + 1)
     skipped = applied == 0
     axes = axes_for(axes, 2.6)
-    if "c" not in style:  # matplotlib's other name for it
+    if "c" not in style:  # matplotlib accepts `c` for `color`, but not both
         style.setdefault("color", AFTER)
     [line] = axes.step(steps, scale, where="mid", **style)
-    color = line.get_color()  # matplotlib's choice for color=None
+    color = line.get_color()  # for color=None, matplotlib has chosen one
     axes.plot(steps[skipped], scale[skipped], "x", color=color, zorder=3)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
@@ -87,7 +87,7 @@ def _table(history: Any) -> np.ndarray:
         else:
             table = np.array([columns(step) for step in history])
     except (KeyError, TypeError, IndexError, ValueError):
-        table = np.zeros(0)
+        table = np.zeros(0)  # refused below, as is a table without steps
     if table.ndim != 2 or not table.size:
         messages.refuse(
             "history",
@@ -135,7 +135,9 @@ def exponents(
     validation.check_concrete("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
     edges = _edges(dtype)
-    scale = validation.scale("loss_scale", resolve(loss_scale)())
+    low, largest_zero, *_, high = edges
+    resolved = resolve(loss_scale)
+    scale = validation.scale("loss_scale", resolved())
     sizes = _sizes(scaled_grads)
     axes = axes_for(axes, 3.2)
     if scale == 1:
@@ -144,11 +146,11 @@ def exponents(
         _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
         _draw_histogram(axes, edges, sizes, label, AFTER)
-    are_zero = sizes <= 2.0 ** edges[1]
-    percent_zero = 100 * np.sum(are_zero) / max(1, sizes.size)
-    names = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
-    _shade(axes, edges, names)
-    axes.set(xlim=(edges[0], edges[-1]), xlabel="gradient", ylabel="share of all (%)")
+    becomes_zero = sizes <= 2.0**largest_zero
+    percent_zero = 100 * np.sum(becomes_zero) / max(1, sizes.size)
+    labels = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
+    _shade(axes, edges, labels)
+    axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
     axes.locator_params("x", integer=True)
     axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
     axes.legend(frameon=False)
@@ -159,12 +161,11 @@ def _draw_histogram(
     axes: Axes, edges: Sequence[int], sizes: np.ndarray, label: str, color: str
 ) -> None:
     """Draws a histogram of absolute values, in percent, with powers of two as bins."""
-    low = edges[0]
-    high = edges[-1]
+    low, *_, high = edges
     drawn = sizes[(sizes > 0) & (sizes < np.inf)]
     powers = np.log2(drawn)
     axes.hist(
-        np.clip(powers, low, high - 1),  # the first and last bin hold all beyond
+        np.clip(powers, low, high - 1),  # numbers beyond go into the outermost bins
         range(low, high + 1),
         weights=np.full(powers.shape, 100 / max(1, sizes.size)),
         histtype="stepfilled",
@@ -175,27 +176,27 @@ def _draw_histogram(
 
 
 def _edges(dtype: np.dtype) -> list[int]:
-    """Returns five exponents of 2 that bound a dtype's ranges.
+    """Returns five exponents of 2, between which lie the four ranges of a dtype.
 
-    Between them, numbers become zero, subnormal, normal and infinite. The outer two cut
-    off the ranges of zero and infinity, which have no end.
+    In these ranges, numbers become zero, subnormal, normal and infinite. The first and
+    the last exponent cut off the ranges of zero and infinity, which have no end.
     """
     info = jnp.finfo(dtype)
-    smallest = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
-    return [smallest - 6, smallest, info.minexp, info.maxexp, info.maxexp + 4]
+    largest_zero = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
+    return [largest_zero - 6, largest_zero, info.minexp, info.maxexp, info.maxexp + 4]
 
 
-def _shade(axes: Axes, edges: Sequence[int], names: Sequence[str]) -> None:
-    """Shades the ranges between exponents, and writes the name of each above it."""
+def _shade(axes: Axes, edges: Sequence[int], labels: Sequence[str]) -> None:
+    """Shades the ranges between exponents, and writes a label above each."""
     shades = (0.14, 0.06, 0.0, 0.14)
     above = axes.get_xaxis_transform()
-    for name, shade, (start, end) in zip(names, shades, pairwise(edges), strict=True):
+    for label, shade, (start, end) in zip(labels, shades, pairwise(edges), strict=True):
         axes.axvspan(start, end, alpha=shade, color="black", lw=0)
-        axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
+        axes.text((start + end) / 2, 1.02, label, ha="center", transform=above)
 
 
 def _sizes(tree: Any) -> np.ndarray:
-    """Flattens gradients to absolute values in float64; a complex number gives two."""
+    """Flattens gradients to absolute values in float64, two for a complex number."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     parts = [np.zeros(0)]
     for leaf in filter(is_inexact_leaf, leaves):

@@ -97,7 +97,7 @@ def row(name, history):
     return f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
 
 
-def draw(name, history, top, bottom):
+def draw(name, history, loss_axes, scale_axes):
     """Draws a run's loss, as a running mean over ten steps, and its loss scale."""
     # The two scaled runs draw over float32's line, so that line is wider.
     width = 5 if name == "float32" else 1.3
@@ -105,9 +105,9 @@ def draw(name, history, top, bottom):
     window = min(10, len(losses))
     means = sliding_window_view(losses, window).mean(axis=1)
     steps = range(window, len(losses) + 1)
-    [line] = top.plot(steps, means, label=name, lw=width, alpha=0.5)
+    [line] = loss_axes.plot(steps, means, label=name, lw=width, alpha=0.5)
     color = line.get_color()
-    plot.loss_scale(history, bottom, color=color, lw=width, alpha=0.5)
+    plot.loss_scale(history, scale_axes, color=color, lw=width, alpha=0.5)
 
 
 def main(arguments=None):
@@ -118,8 +118,8 @@ def main(arguments=None):
     if steps < 1:
         parser.error(f"--steps must be at least 1, got {steps}")
     figure = Figure(figsize=(7, 5.5), layout="constrained")
-    top, bottom = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    top.set(
+    loss_axes, scale_axes = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    loss_axes.set(
         title="The loss is divided by 1024, so gradients underflow in float16.",
         ylabel="loss (nats per byte, running mean)",
     )
@@ -127,8 +127,8 @@ def main(arguments=None):
     for name, (loss_fn, loss_scale) in RUNS.items():
         history = train(loss_fn, loss_scale, steps)
         print(row(name, history), flush=True)
-        draw(name, history, top, bottom)
-    top.legend(loc="upper center")
+        draw(name, history, loss_axes, scale_axes)
+    loss_axes.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)
     print("Picture:", PICTURE)
 

@@ -17,18 +17,18 @@ BLOCKS = 2
 def init(key, width=WIDTH, blocks=BLOCKS):
     """Draws the initial parameters, a tree of float32 arrays."""
     keys = jax.random.split(key, 4 * blocks + 3)
-    block_keys = keys[2:-1].reshape(blocks, 4)
+    keys_by_block = keys[2:-1].reshape(blocks, 4)
     return {
-        "embedding": normal(keys[0], BYTES, width) * 4,
-        "position": normal(keys[1], CONTEXT, width) * 0.5,
-        "blocks": [init_block(layer_keys, width) for layer_keys in block_keys],
+        "embedding": normal(keys[0], BYTES, width) * 4,  # standard deviation 1/4
+        "position": normal(keys[1], CONTEXT, width) * 0.5,  # standard deviation 1/16
+        "blocks": [init_block(block_keys, width) for block_keys in keys_by_block],
         "norm": jnp.ones(width),
         "head": normal(keys[-1], width, BYTES),
     }
 
 
 def init_block(keys, width):
-    """Draws the parameters of one block: attention and two dense layers."""
+    """Draws a block's parameters from four keys: attention and two dense layers."""
     return {
         "norm1": jnp.ones(width),
         "qkv": normal(keys[0], width, 3 * width),

@@ -16,7 +16,8 @@ source lines concerned, and suggests a fix.
 # - If it was applied, the outputs must be the same at all loss scales, except where
 #   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales, and
 #   `_dependence.py` finds differences that underflow does not explain.
-# `assert_survives_overflow` checks only skipped steps, `assert_scale_invariant` both.
+# `assert_scale_invariant` checks both. `assert_survives_overflow` checks only skipped
+# steps, and besides that devices hold equal copies and that the state comes back.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

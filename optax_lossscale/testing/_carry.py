@@ -1,25 +1,32 @@
 """Finds the carry of a step: the outputs that the next step gets as its arguments.
 
 As in `jax.lax.scan`, the carry is what a loop passes from one step to the next, such as
-parameters, moments and batch statistics. Nothing in a step's signature says which
-output is the new value of which argument. In
+parameters, moments and batch statistics. A step does not say which output is the new
+value of which argument. In
 
     params, state, loss = step(params, state, batch)
 
 `result[0]` is the new `args[0]`, whereas `result[2]` is the new value of no argument.
 So the carry is found by perturbing one argument at a time and comparing the outputs. An
-argument that is changed in place is its own new value. Any other output counts as the
-new value of an argument by one of three rules:
+argument that the step changes in place is its own new value. Any other output is taken
+for the new value of an argument by one of four rules. The first two match single
+arrays:
 
 1. The output changes much as the argument does, has its size, and has a similar place
    in its tree. This excludes losses and predictions.
-2. The output depends on the argument in the same position, and an overflow does not
-   change it. An example is the hidden state of a recurrent layer, which may rotate it,
-   so that the two changes are not alike.
-3. Another output in its tree was matched with the argument in the corresponding place
-   of a tree with the same structure; or its tree has the structure of trees that were
-   matched like this. An example is an average of parameters whose first value is a copy
-   of them. It does not depend on its old value yet, so no other rule finds it.
+2. The output depends on the argument in the same position, has its size, and is not
+   changed by an overflow. An example is the hidden state of a recurrent layer: the
+   layer may rotate it, so that the two changes are not alike.
+
+The other two match trees with the same structure, that is, with arrays of the same
+sizes in the same places:
+
+3. An output in one tree was matched with the argument in its place in the other. Then
+   all outputs in the tree are new values.
+4. The two trees have the structure of trees that rule 3 matched, or hold the counts of
+   an optimizer. An example is an average of parameters whose first update replaces it
+   by a copy of them. That output does not depend on the old average, so rules 1 and 2
+   do not find it.
 """
 
 from collections import defaultdict
@@ -34,15 +41,16 @@ from optax_lossscale.testing._numbers import Path, difference, equal, norm
 
 Carry = dict[Path, Path]  # maps outputs to the arguments that they are new values of
 
-# Thresholds for the changes of an argument and of an output that may be its new value.
-# The similarity may be low, because a moving average follows only part of a change.
-_MIN_COSINE = 0.5
-_MIN_SIMILARITY = 0.1
-_MIN_DEPENDENCE = 1e-4  # a relatively smaller change may come from rounding
+# Thresholds for the change of an argument and the change of an output that it causes
+_MIN_COSINE = 0.5  # of the angle between the two
+_MIN_SIMILARITY = 0.1  # low, because a moving average follows only part of a change
+_MIN_DEPENDENCE = 1e-4  # the ratio of their norms; a smaller one may come from rounding
 
 
 class Score(NamedTuple):
     """How well an output matches an argument on which it depends; higher is better.
+
+    Scores compare by depth first: where longer paths match, more of their keys agree.
 
     Attributes:
       depth: the length of the shorter one of the two paths.
@@ -61,6 +69,7 @@ def find_carry(experiment: Experiment) -> Carry:
     """
     baseline = experiment.baseline
     scores = _scores(experiment.perturbed_pairs)
+    # An output among the arguments was changed in place.
     carry = {path: path for path in baseline.outputs if path in baseline.arguments}
     carry = _with_best_matches(carry, scores, experiment)
     carry = _with_trees(carry, scores, experiment)
@@ -96,20 +105,30 @@ def _scores(perturbed_pairs):
         before = trial.arguments
         after = perturbed.arguments
         moved = [path for path in before if not equal(before[path], after[path])]
-        for argument, output in product(moved, trial.outputs):
-            if output not in perturbed.outputs:
-                continue
-            if not _may_match(trial, output, argument):
-                continue
-            argument_change = difference(after[argument], before[argument])
-            output_change = difference(perturbed.outputs[output], trial.outputs[output])
-            if norm(output_change) <= _MIN_DEPENDENCE * norm(argument_change):
-                continue
-            depth = min(len(output), len(argument))
-            score = Score(depth, _similarity(argument_change, output_change))
-            best = scores.get((output, argument), score)
-            scores[output, argument] = max(score, best)
+        outputs = [path for path in trial.outputs if path in perturbed.outputs]
+        for argument, output in product(moved, outputs):
+            score = _score(trial, perturbed, output, argument)
+            if score is not None:
+                best = scores.get((output, argument), score)
+                scores[output, argument] = max(score, best)
     return scores
+
+
+def _score(trial, perturbed, output, argument):
+    """Scores an output with an argument that differs between two trials.
+
+    Returns None if the two cannot match, or the output does not depend on the argument.
+    """
+    if not _may_match(trial, output, argument):
+        return None
+    argument_change = difference(
+        perturbed.arguments[argument], trial.arguments[argument]
+    )
+    output_change = difference(perturbed.outputs[output], trial.outputs[output])
+    if norm(output_change) <= _MIN_DEPENDENCE * norm(argument_change):
+        return None
+    depth = min(len(output), len(argument))
+    return Score(depth, _similarity(argument_change, output_change))
 
 
 def _may_match(trial, output, argument):
@@ -128,8 +147,9 @@ def _may_match(trial, output, argument):
 def _similarity(x, y):
     """Computes how similar two changes are: 2x·y / (x·x + y·y).
 
-    The similarity is 1 for equal changes, and the cosine of the angle between changes
-    of equal norm. It is 0 if that cosine is not above `_MIN_COSINE`.
+    The similarity is 1 for equal changes. For changes of equal norm, it is the cosine
+    of the angle between them. It is 0 if that cosine is not above `_MIN_COSINE`,
+    whatever the norms.
     """
     dot = x @ y
     x_square = x @ x
@@ -156,27 +176,28 @@ def _with_best_matches(carry, scores, experiment):
 def _is_in_position(output, argument, experiment):
     """Whether an output has an argument's position and is not changed by an overflow.
 
-    Steps return their carry in the order of their arguments. So an output that depends
-    on the argument in its position is the new value of that argument, unless it is
-    computed from gradients, which an overflow would show. Single numbers are excluded,
-    as they may be losses.
+    Steps usually return their carry in the order of their arguments. So an output that
+    depends on the argument in its position is taken for its new value, unless it is
+    computed from gradients. In that case an overflow would change it. Single numbers
+    are excluded, because they may be losses.
     """
-    usual = experiment.baseline.output_fingerprints[output]
+    without_overflow = experiment.baseline.output_fingerprints[output]
     overflow_trial = experiment.overflow_trials[-1]
     at_overflow = overflow_trial.output_fingerprints.get(output)
     is_in_position = output[1:] == argument[1:]
-    return is_in_position and usual.size > 1 and usual == at_overflow
+    is_unchanged = without_overflow == at_overflow
+    return is_in_position and is_unchanged and without_overflow.size > 1
 
 
 def _with_trees(carry, scores, experiment):
-    """Extends a carry by rule 3, from single arrays to whole trees.
+    """Extends a carry by rules 3 and 4, from single arrays to whole trees.
 
     For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
-    their mean is in the carry, their variance is, too. If the step accepts and returns
-    a second tree with the same structure, that tree is in the carry as well, unless one
-    of its outputs depends on the argument in its place. Rules 1 and 2 did not match
-    these two, so the output may be a prediction. A tree that holds an optimizer's
-    counts needs no such match and is always in the carry.
+    their mean is in the carry, rule 3 adds their variance. If the step accepts and
+    returns a second tree with the same structure, rule 4 adds that tree, unless one of
+    its outputs depends on the argument in its place: rules 1 and 2 did not match that
+    output, although it depends on the argument, so it may be a prediction. A tree that
+    holds an optimizer's counts is added even so.
     """
     outputs = experiment.baseline.output_fingerprints
     returned = {path: x for path, x in outputs.items() if path[0] == RESULT}
@@ -187,16 +208,16 @@ def _with_trees(carry, scores, experiment):
         for output, argument in _enclosing_trees(carry)
         if output in results and results[output] == arguments.get(argument)
     }
+    # Below, `… | carry` keeps what is in the carry already.
     for output, argument in matched.items():
         carry = _leaf_pairs(output, argument, results[output]) | carry
     known_structures = {results[output] for output in matched}
     for output, argument in _unmatched_trees(results, arguments, matched):
         structure = results[output]
         pairs = _leaf_pairs(output, argument, structure)
-        has_dependence = not scores.keys().isdisjoint(pairs.items())
         has_counts = not experiment.counts.isdisjoint(pairs.values())
-        is_known = structure in known_structures
-        if has_counts or (is_known and not has_dependence):
+        is_independent = scores.keys().isdisjoint(pairs.items())
+        if has_counts or (structure in known_structures and is_independent):
             carry = pairs | carry
     return carry
 
@@ -209,8 +230,9 @@ def _leaf_pairs(output, argument, structure):
 def _structures(fingerprints, min_depth):
     """Returns the structure of each tree that contains some of the arrays, by path.
 
-    A structure is the set of the paths and sizes of all arrays in a tree. Trees whose
-    paths are shorter than `min_depth` are left out.
+    A structure is the set of the paths and sizes of all arrays in a tree. `min_depth`
+    is the length of the shortest path of a tree: 1 for the whole result, and 2 for one
+    argument, such as `args[0]`.
     """
     trees = defaultdict(set)
     for path, x in fingerprints.items():
@@ -231,9 +253,10 @@ def _enclosing_trees(carry):
 
 
 def _unmatched_trees(results, arguments, matched):
-    """Pairs the other output and argument trees that have the same structure, in order.
+    """Pairs the remaining output and argument trees of each structure, in their order.
 
-    Structures that occur more often on one side than on the other are left out.
+    Structures that occur more often on one side than on the other are left out, because
+    it is not clear which trees belong together.
     """
     outputs_by_structure = _by_structure(results, matched)
     arguments_by_structure = _by_structure(arguments, set(matched.values()))

@@ -25,8 +25,9 @@ def assert_computes_in(
     The step is traced, but neither compiled nor run. The assertion checks every product
     that `dtype_report` lists, with three exceptions: products of integers; products in
     Optax's own optimizers, such as Muon; and products that are meant to stay wide,
-    because they have `precision=jax.lax.Precision.HIGHEST` or were traced under
-    `jax.default_matmul_precision("highest")`.
+    because their `precision` is `jax.lax.Precision.HIGHEST` or an algorithm, or they
+    were traced under `jax.default_matmul_precision("highest")`. A default precision
+    under which the assertion itself is called exempts nothing: all products have it.
 
     Args:
       step: the training step, compiled or not, or any other function that JAX can
@@ -60,12 +61,7 @@ def assert_computes_in(
     validation.check_function("step", step)
     dtype = validation.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
-    judged = []
-    for product in report.products:
-        is_float = jnp.issubdtype(product.dtype, jnp.inexact)
-        is_exempt = product.by_choice and product.dtype != dtype
-        if is_float and not is_exempt:
-            judged.append(product)
+    judged = [product for product in report.products if _is_judged(product, dtype)]
     if not judged:
         raise ValueError(
             "there is no matrix product or convolution to judge: pass the training "
@@ -81,6 +77,17 @@ def assert_computes_in(
             source=wrong[0].source,
         )
         raise AssertionError(message)
+
+
+def _is_judged(product, dtype):
+    """Whether the assertion checks a product, which has to compute in `dtype`.
+
+    One that computes in another dtype on purpose is not checked. One that is in `dtype`
+    anyway counts as checked, whatever its purpose.
+    """
+    is_float = jnp.issubdtype(product.dtype, jnp.inexact)
+    is_exempt = product.by_choice and product.dtype != dtype
+    return is_float and not is_exempt
 
 
 _WRONG = """\

@@ -2,18 +2,18 @@
 
 Multiplying the loss by a power of two changes no digit of a correct step's gradients.
 So its outputs are equal bit for bit at all loss scales at which nothing overflows or
-underflows. Steps that overflow are skipped, and a sweep leaves them out. What remains
-is underflow, which becomes worse as the loss scale falls: each halving of the scale
-removes one more bit from the smallest gradients, and later from larger ones.
+underflows. A step that overflows is skipped, and a sweep leaves it out. What remains is
+underflow, which becomes worse as the loss scale falls: each halving of the scale takes
+one more bit from the smallest gradients, and in time from larger ones, too.
 
 An output of a wrong step shows one of two signs:
 
 - It is a linear function of a power of the loss scale. For example, a norm of scaled
   gradients is proportional to the scale itself.
-- It changes too much where the loss scale is still high: as much as between any two
-  neighbouring scales below, or nearly so. Changes caused by underflow start small and
-  grow as the scale falls. The exception is a number that underflow changes all at once,
-  such as the sign of a gradient.
+- It changes too early: between two loss scales by nearly as much as between any two
+  lower ones, or by more. Changes caused by underflow start small, and grow as the scale
+  falls. The exception is a number that underflow changes all at once, such as the sign
+  of a gradient.
 """
 
 import numpy as np
@@ -21,22 +21,23 @@ import numpy as np
 from optax_lossscale.testing._numbers import Path, difference, norm
 from optax_lossscale.testing._sweep import Sweep
 
-_POWERS = (-1, 1, -2, 2, -0.5, 0.5)
+_POWERS = (-1, 1, -2, 2, -0.5, 0.5)  # if an output follows several, the first counts
 # The largest relative difference of two neighbouring slopes on a straight line. Rounding
 # in float16 may cause any slopes, but three in a row are hardly ever this close.
 _SLOPE_TOLERANCE = 0.02
-# How far below the highest loss scale a float16 step is judged. Float16 has 40 exponents
-# between overflow and zero; down to here, few gradients underflow, and only small ones.
+# How many exponents below the highest loss scale a float16 step is judged. Float16 has
+# 40 exponents between overflow and zero. If the largest gradient nearly overflows at
+# the highest scale, only those 2**20 times smaller become zero down to here.
 _REACH = 20
-# Between two neighbouring scales, underflow changes an output by at most this share of
-# the output's largest change between lower scales.
-_UNDERFLOW_DECAY = 2 / 3
+# A change between two neighbouring scales may be caused by underflow if it is at most
+# this share of the output's largest change between lower scales.
+_UNDERFLOW_SHARE = 2 / 3
 
 
 def powers_followed(sweep: Sweep) -> dict[Path, float]:
     """Returns the power of the loss scale that each output follows, by path.
 
-    An output follows a power if its values at any four neighbouring loss scales are a
+    An output follows a power if its values at some four neighbouring loss scales are a
     linear function of that power of the scale. Other outputs are left out.
     """
     followed = {}
@@ -48,7 +49,7 @@ def powers_followed(sweep: Sweep) -> dict[Path, float]:
 
 
 def _is_linear(values, x):
-    """Whether any four neighbouring rows are a linear, non-constant function of x."""
+    """Whether some four neighbouring rows are a linear, non-constant function of x."""
     slopes = _changes(values) / np.diff(x)[:, None]
     steepness = norm(slopes)
     min_steepness = np.minimum(steepness[:-1], steepness[1:])
@@ -61,7 +62,8 @@ def _is_linear(values, x):
 def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     """Finds outputs that change by more than underflow explains.
 
-    If all gradients of a step can underflow, only its higher loss scales are judged.
+    If there is a loss scale at which all gradients underflow, only the scales within
+    `_REACH` of the highest are judged.
 
     Returns:
       For each such output, the exponents of the two neighbouring loss scales between
@@ -76,7 +78,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     unexplained = {}
     for path, values in sweep.outputs.items():
         # An output that is computed from many numbers, such as a norm, may change where
-        # one of them underflows. That underflow shows in another output, such as a moment.
+        # one of them underflows. That shows in another output, such as Adam's moments.
         others_underflow = num_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
@@ -90,9 +92,10 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
 def _underflows(sweep, path):
     """Whether each number underflows between two neighbouring scales; (scales - 1, numbers).
 
-    A number underflows between two loss scales if it has the value that it has without
-    gradients at the lower scale, but not at the higher one. An output that is a single
-    number never counts as underflowing: it may be a flag of how large gradients are.
+    A number underflows between two loss scales if, at the lower one only, it has the
+    value that it has when all gradients underflow. An output that is a single number
+    never counts as underflowing, because it may be a flag that tells whether gradients
+    are large.
     """
     before = sweep.outputs[path][:-1]
     after = sweep.outputs[path][1:]
@@ -109,7 +112,7 @@ def _explained_change(sweep, path):
     sizes = norm(_changes(values))
     largest_from_here = np.maximum.accumulate(sizes[::-1])[::-1]
     largest_below = np.append(largest_from_here[1:], 0)
-    by_underflow = _UNDERFLOW_DECAY * largest_below
+    by_underflow = _UNDERFLOW_SHARE * largest_below
     return np.maximum(by_underflow, sweep.tolerance(path, values[:-1]))
 
 

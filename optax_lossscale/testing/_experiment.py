@@ -43,9 +43,7 @@ _PERTURBATION = 2.0**-4  # relative to a number; absolute for a zero
 
 
 class Experiment:
-    """A step and its arguments, from which trials are made.
-
-    The arguments are copied for each trial and never change.
+    """A step and its arguments, which are copied for each trial and never change.
 
     Args:
       name: the name of the assertion that runs the experiment, for errors.
@@ -74,8 +72,8 @@ class Experiment:
         loss_scales = loss_scales_in(self._arguments)
         adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
-        # A fixed loss scale has no value that could be replaced, so it counts only if
-        # there is no other one.
+        # Fixed loss scales have no value that a trial could replace. Beside an adaptive
+        # one they are disregarded; without one, the first stands for all.
         candidates = adaptive or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(candidates))
         states = nodes_in(self._arguments, _is_state)
@@ -86,13 +84,7 @@ class Experiment:
             for path, x in arrays_in(self._arguments).items()
             if hasattr(x, "dtype") and is_inexact_leaf(x)
         }
-        optax_states = nodes_in(self._arguments, lambda x: name_in_optax(x) is not None)
-        self.counts = {
-            path + subpath
-            for path, state in optax_states.items()
-            for subpath, x in arrays_in(state).items()
-            if jnp.issubdtype(dtype_of(x), jnp.integer)
-        }
+        self.counts = _counts_in(self._arguments)
 
     @cached_property
     def baseline(self) -> Trial:
@@ -120,10 +112,12 @@ class Experiment:
         """Pairs of trials that differ in the floats of one argument.
 
         In the second trial of a pair, these floats are perturbed. There are two pairs
-        for each argument: one at the original loss scale, and one at the highest.
+        for each argument: one at the original loss scale, and one at that of the last
+        overflow trial.
         """
         rng = np.random.default_rng(0)
         pairs = []
+        # The first two keys of a path, such as `args` and 0, say which argument it is.
         for _, paths in itertools.groupby(self.floats, key=lambda path: path[:2]):
             values = {path: _perturb(self.floats[path], rng) for path in paths}
             for trial in (self.baseline, self.overflow_trials[-1]):
@@ -136,8 +130,9 @@ class Experiment:
         """The trials in which the step may be skipped.
 
         These are the overflow trials and all trials with perturbed arguments. The
-        latter reveal an update that a step wrongly runs on zero gradients: while Adam's
-        moments are zero, it changes no parameter, but with perturbed moments it does.
+        perturbation reveals a step that zeroes its gradients at an overflow, and then
+        updates the parameters all the same. As long as Adam's moments are zero, that
+        changes no parameter; once they are perturbed, it does.
         """
         return self.overflow_trials + [trial for _, trial in self.perturbed_pairs]
 
@@ -166,7 +161,7 @@ class Experiment:
 
         Args:
           loss_scale: replaces the loss scale among the arguments.
-          values: replace the arrays at their paths among the arguments.
+          values: new values for some arrays among the arguments, by path.
           is_infinite: whether `loss_scale` is infinite. If so, fixed loss scales are
             made infinite as well.
         """
@@ -175,34 +170,43 @@ class Experiment:
         arguments = _copy_tree(self._arguments, replacements)
         inputs = arrays_in(arguments)
         # The inputs are read now, because the step may donate their buffers.
-        input_samples = _samples(inputs)
-        input_fingerprints = _fingerprints(inputs)
+        input_samples = _map_values(sample, inputs)
+        input_fingerprints = _map_values(fingerprint, inputs)
         # Holding on to the old leaves keeps Python from reusing their ids for outputs.
         old_leaves = jax.tree.leaves(without_variables(arguments))
+        result = self._call_step(arguments, is_infinite)
+        tree = {RESULT.key: result, **arguments}
+        outputs = _only_outputs(arrays_in(tree), old_leaves)
+        states = _only_outputs(nodes_in(tree, _is_state), old_leaves)
+        loss_scales = _only_outputs(_adaptive_in(tree), old_leaves)
+        may_diverge = outputs | loss_scales
+        return Trial(
+            loss_scale=loss_scale,
+            is_infinite=is_infinite,
+            arguments=input_samples,
+            argument_fingerprints=input_fingerprints,
+            outputs=_map_values(sample, outputs),
+            output_fingerprints=_map_values(fingerprint, outputs),
+            loss_scales=jax.device_get(list(loss_scales.values())),
+            states=jax.device_get(list(states.values())),
+            skip_count_change=_skip_count(states) - self._skip_count,
+            diverged=[path for path, x in may_diverge.items() if replicas_differ(x)],
+        )
+
+    def _call_step(self, arguments, is_infinite):
+        """Calls the step in a context that fits a trial, and returns its result.
+
+        JAX does not stop at NaNs and infinities, which are expected in some trials.
+        Metrics do not show the loss scale, so that they do not differ between trials.
+        Fixed loss scales are infinite if `is_infinite` says so.
+        """
         with (
             jax.debug_nans(False),
             jax.debug_infs(False),
             BLANK_METRICS(True),
             OVERFLOWS(is_infinite and self._has_fixed),
         ):
-            result = self._step(*arguments["args"], **arguments["kwargs"])
-        tree = {RESULT.key: result, **arguments}
-        outputs = _only_new(arrays_in(tree), old_leaves)
-        states = _only_new(nodes_in(tree, _is_state), old_leaves)
-        loss_scales = _only_new(_adaptive_in(tree), old_leaves)
-        replicated = outputs | loss_scales
-        return Trial(
-            loss_scale=loss_scale,
-            is_infinite=is_infinite,
-            arguments=input_samples,
-            argument_fingerprints=input_fingerprints,
-            outputs=_samples(outputs),
-            output_fingerprints=_fingerprints(outputs),
-            loss_scales=jax.device_get(list(loss_scales.values())),
-            states=jax.device_get(list(states.values())),
-            skip_count_change=_skip_count(states) - self._skip_count,
-            diverged=[path for path, x in replicated.items() if replicas_differ(x)],
-        )
+            return self._step(*arguments["args"], **arguments["kwargs"])
 
     def _values_of(self, loss_scale):
         """Returns the leaves of a loss scale, by their paths among the arguments.
@@ -218,7 +222,7 @@ class Experiment:
 
 
 def log2_of(loss_scale: LossScale) -> float:
-    """Computes the log2 of a loss scale; replicas count by their highest scale."""
+    """Computes the log2 of a loss scale; if replicas have their own, of the highest."""
     return float(np.log2(np.max(loss_scale.loss_scale)))
 
 
@@ -233,9 +237,23 @@ def _can_adapt(loss_scale):
 
 
 def _skip_count(states):
-    """Returns the highest count of skipped steps in any of the states, or else 0."""
+    """Returns the highest count of skipped steps in any state, or 0 if there is none.
+
+    If a state holds a count for each replica, it counts as their sum.
+    """
     counts = [state.skipped_steps for state in states.values()]
     return max(map(np.sum, jax.device_get(counts)), default=0)
+
+
+def _counts_in(tree):
+    """Returns the paths of the integers in all states whose classes Optax defines."""
+    optax_states = nodes_in(tree, lambda x: name_in_optax(x) is not None)
+    return {
+        path + subpath
+        for path, state in optax_states.items()
+        for subpath, x in arrays_in(state).items()
+        if jnp.issubdtype(dtype_of(x), jnp.integer)
+    }
 
 
 def _adaptive_in(tree):
@@ -244,33 +262,31 @@ def _adaptive_in(tree):
     return {path: x for path, x in loss_scales.items() if _can_adapt(x)}
 
 
-def _only_new(nodes, old_leaves):
+def _only_outputs(nodes, old_leaves):
     """Returns the nodes that the step returned, or into which it put a new array.
 
     An array is new if it is not among `old_leaves`. Arguments that the step did not
     change are left out: it may have donated their buffers, which then cannot be read.
     """
     old_ids = set(map(id, old_leaves))
-    new = {}
+    outputs = {}
     for path, node in nodes.items():
         ids = set(map(id, jax.tree.leaves(node)))
         if path[0] == RESULT or ids - old_ids:
-            new[path] = node
-    return new
+            outputs[path] = node
+    return outputs
 
 
-def _samples(arrays):
-    """Samples each array in a dict."""
-    return {path: sample(x) for path, x in arrays.items()}
-
-
-def _fingerprints(arrays):
-    """Computes the fingerprint of each array in a dict."""
-    return {path: fingerprint(x) for path, x in arrays.items()}
+def _map_values(function, arrays):
+    """Applies a function to each array in a dict."""
+    return {path: function(x) for path, x in arrays.items()}
 
 
 def _perturb(x, rng):
-    """Changes each number of an array a little, up or down at random."""
+    """Makes each number of an array a little larger or smaller, at random.
+
+    Zeros become positive, so that second moments, such as Adam's, are not negative.
+    """
     signs = rng.choice([-1, 1], x.shape)
     changes = _PERTURBATION * signs * rng.uniform(0.5, 1.5, x.shape)
     perturbed = np.where(x == 0, abs(changes), x * (1 + changes))
@@ -296,7 +312,7 @@ def _copy_tree(tree, values):
 
 
 def _copy_leaf(x, value):
-    """Copies a leaf; or returns `value`, with the leaf's type, dtype and sharding."""
+    """Copies a leaf, or converts `value` to the leaf's type, dtype and sharding."""
     if value is None:
         is_array = isinstance(x, (jax.Array, np.ndarray))
         return x.copy() if is_array else x

@@ -4,9 +4,9 @@ The assertions compare the outputs of a step at different loss scales. The loss 
 itself is meant to differ, so `arrays_in` excludes it. Only its type counts: an array
 elsewhere that has the same value, a similar name or the same buffer is not excluded.
 
-Large arrays are not kept in full. `sample` keeps some of their numbers, which shows by
-how much the array changes, and `fingerprint` hashes all of them, which shows whether it
-changes at all.
+Large arrays are not kept in full. `sample` keeps some of their numbers, to tell by how
+much an array changes, and `fingerprint` hashes all of them, to tell whether it changes
+at all.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Path = tuple[Any, ...]  # the keys that lead to a node of a tree, as JAX returns
 Arrays = dict[Path, np.ndarray]  # flat arrays by path
 
 _EXCLUDED = (LossScale, SkipRule)  # their state is meant to depend on overflows
-_MAX_SAMPLE = 2**16  # how many numbers of an array are kept
+_MAX_SAMPLE = 2**16  # how many numbers of an array are kept, at most
 
 
 def arrays_in(tree: Any) -> dict[Path, Any]:
@@ -91,7 +91,7 @@ def sample(x: Any) -> np.ndarray:
     """
     numbers = flat(x)
     stride = -(-numbers.size // _MAX_SAMPLE)
-    stride |= 1  # an even stride would skip all imaginary parts
+    stride |= 1  # at least 1, and odd: an even one would skip all imaginary parts
     return numbers[::stride].copy()  # a view would keep the whole array alive
 
 
@@ -146,11 +146,12 @@ def equal(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def replicas_differ(tree: Any) -> bool:
-    """Whether two devices hold different copies of an array or of one of its shards."""
+    """Whether devices hold different copies of an array in a tree, or of a shard."""
     for x in jax.tree.leaves(tree):
         copies = {}
         for shard in getattr(x, "addressable_shards", ()):
             copy = fingerprint(shard.data)
+            # The index tells which shard it is. Slices are not hashable in Python 3.11.
             first_copy = copies.setdefault(str(shard.index), copy)
             if copy != first_copy:
                 return True

@@ -1,4 +1,4 @@
-"""How errors name a step's outputs, and how the argument `ignore` refers to them.
+"""How errors name and list a step's outputs, and how `ignore` refers to them.
 
 The name of an output is its path in the step's result, such as `result[0]['w']`. An
 argument that the step changes in place is an output, too, such as `args[1].mean`.
@@ -22,14 +22,15 @@ def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """Returns the outputs that `ignore` does not name, and that are in no tree it names.
+    """Returns the outputs that `ignore` does not name, by themselves or with a tree.
 
     Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """
     ignored = [ignore] if isinstance(ignore, str) else ignore
     names = {path: _names_of(path) for path in outputs}
+    all_names = set().union(*names.values())
     for name in ignored:
-        if not any(name in output_names for output_names in names.values()):
+        if name not in all_names:
             known = "\n  ".join(map(name_of, outputs))
             raise ValueError(
                 f"ignore={name!r} names no output. The outputs are\n  {known}"

@@ -1,11 +1,12 @@
-"""`assert_survives_overflow`: an overflow, or a NaN in the batch, leaves nothing behind.
+"""`assert_survives_overflow`: an overflow, or a NaN in the batch, spoils no later step.
 
 The step is run where it should be skipped: at loss scales so large that gradients
-overflow, and with a NaN in its batch. There, the carry of the step, such as parameters
-and moments, should come back unchanged. `_carry.py` explains how the carry is found.
+overflow, and with a NaN in its batch. Then its carry, which is what the next step gets
+from it, such as parameters and moments, should come back unchanged. `_carry.py`
+explains how the carry is found.
 
-Each private function here looks for one fault. It returns a description of the fault,
-or an empty string if there is no fault.
+A function that reports a fault returns a description of it, or an empty string if there
+is no such fault.
 """
 
 from collections.abc import Callable, Collection
@@ -52,10 +53,11 @@ def assert_survives_overflow(
     The step is run on copies of its arguments: with loss scales at which gradients
     overflow, up to infinity; with a NaN in the batch; and several times with small
     changes, which show what the step passes on to the next step. The batch is assumed
-    to be the first array of floats among the arguments that is not passed on. This may
-    pick a constant, such as class weights, that comes before the batch. If there is no
-    such array, as with a batch of tokens, no NaN is tried. If the step raises an error
-    at an infinite loss scale, it is judged by the other runs alone.
+    to be the first array of floats among the arguments that is not passed on, leaving
+    out single numbers. This may pick a constant, such as class weights, that comes
+    before the batch. If there is no such array, as with a batch of tokens, no NaN is
+    tried. If the step raises an error at an infinite loss scale, it is judged by the
+    other runs alone.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -126,7 +128,7 @@ def _replicas_diverge(trial, judged):
     """Reports outputs and loss scales whose copies differ between devices.
 
     Outputs that are not judged, such as each device's own loss, may differ. Loss scales
-    are not among `trial.outputs`, and are always judged.
+    may not: they are not among `trial.outputs`, and their copies must always agree.
     """
     diverged = [
         path for path in trial.diverged if path in judged or path not in trial.outputs
@@ -143,26 +145,33 @@ def _skip_not_counted(overflow_trials):
 
 
 def _nan_not_skipped(experiment, carry, judged):
-    """Reports a NaN in the batch that reaches the carry, or makes replicas diverge.
-
-    The batch is assumed to be the first array of floats that is not in the carry.
-    """
-    in_carry = set(carry.values())
-    arrays = [path for path, x in experiment.floats.items() if x.ndim and x.size]
-    candidates = [path for path in arrays if path not in in_carry]
-    if not candidates:
+    """Reports a NaN in the batch that changes the carry, or makes replicas diverge."""
+    batch = _batch_in(experiment, carry)
+    if batch is None:
         return ""
-    batch = candidates[0]
     trial = experiment.trial_with_nan(batch)
     changed = changed_outputs(trial, judged)
     if not trial.was_skipped:
-        # It may be right to apply the step: the NaN may not have reached the loss, or
-        # only one of several updates in the step. Then only outputs that are infinite
-        # or NaN are wrong.
+        # Applying the step may be right: perhaps the NaN did not reach the loss, or
+        # reached only one of several updates that the step makes. Then an output may
+        # change, but not to infinity or NaN.
         changed = [path for path in changed if not is_finite(trial.outputs[path])]
     title = _CHANGED_BY_NAN.format(name=name_of(batch))
     changed_fault = format_fault(title, changed, KEEP_REMEDY)
     return _replicas_diverge(trial, judged) or changed_fault
+
+
+def _batch_in(experiment, carry):
+    """Returns the path of the argument that is assumed to be the batch, or None.
+
+    It is the first array of floats that is not in the carry. Single numbers and empty
+    arrays are passed over.
+    """
+    in_carry = set(carry.values())
+    for path, x in experiment.floats.items():
+        if path not in in_carry and x.ndim and x.size:
+            return path
+    return None
 
 
 _HEADLINE = "the step does not survive an overflow, or its devices drift apart."

@@ -1,18 +1,18 @@
-"""`assert_scale_invariant`: nothing but the loss scale itself depends on the loss scale.
+"""`assert_scale_invariant`: only the loss scale itself may depend on the loss scale.
 
 The assertion looks at the step in three situations:
 
-- At falling loss scales, from the highest at which the step is applied, each output
+- At falling loss scales, from a high one at which the step is applied, each output
   should stay the same.
 - At loss scales at which gradients overflow, the step should be skipped.
-- At a step at which the loss scale grows, the outputs should be the same as at a step
-  with the same scale at which it does not.
+- At a step at which the loss scale grows, the outputs should be the same as at one that
+  begins with the same scale, but at which it does not grow.
 
 It also checks that the float32 weights of `with_master_weights` match the float16
 parameters.
 
 `_first_fault` looks for one kind of fault after the other and reports only the first,
-since it may cause the later ones.
+because it may have caused the others.
 """
 
 from collections.abc import Callable, Collection
@@ -62,10 +62,11 @@ def assert_scale_invariant(
     """Raises if anything that a training step computes depends on the loss scale.
 
     A correct step multiplies the loss by the loss scale and divides the gradients by
-    it, so its outputs are the same at any loss scale, except for underflow. In a wrong
-    step the two operations do not cancel. Training may not reveal this, since Adam's
-    updates hardly depend on the size of the gradients. Put this assertion into your
-    tests, with the step that you train with, its initial state and a small batch.
+    it, so its outputs are the same at any loss scale at which gradients neither
+    underflow nor overflow. In a wrong step the two operations do not cancel. Training
+    may not reveal this, since Adam's updates hardly depend on the size of the
+    gradients. Put this assertion into your tests, with the step that you train with,
+    its initial state and a small batch.
 
     The step is run some thirty times on copies of its arguments. At falling loss
     scales, all powers of two, the assertion looks for outputs that follow a power of
@@ -136,29 +137,29 @@ def _first_fault(experiment, ignore):
     """Describes the first fault of a step; returns an empty string if there is none.
 
     The description names the outputs concerned, gives the reason, and suggests a fix.
-    So do the functions below, each of which looks for one fault.
+    Each function below that reports a fault returns the same.
     """
     trials = trials_at_falling_scales(experiment)
     overflow_trials = experiment.overflow_trials
     fault = scale_not_adapted(overflow_trials) or _rarely_applied(experiment, trials)
     if fault:
         return fault
-    highest = trials[0]  # the trial at the highest loss scale that is not skipped
+    highest = trials[0]  # at the highest loss scale of those that were not skipped
     sweep = sweep_of(experiment, trials, without_ignored(ignore, highest.outputs))
     powers = powers_followed(sweep)
     carry = within(find_carry(experiment), sweep.outputs, experiment.floats)
     compared = [*trials, overflow_trials[-1]]
-    dependent = {
+    from_gradients = {
         output: argument
         for output, argument in carry.items()
-        if _is_dependent(output, compared)
+        if _is_from_gradients(output, compared)
     }
     return (
         _divided_twice(powers)
-        or overflow_applied(experiment, highest, dependent)
+        or overflow_applied(experiment, highest, from_gradients)
         or _still_scaled(powers, sweep, highest)
         or _not_finite(sweep, highest, carry)
-        or carry_not_kept(experiment.possibly_skipped, dependent)
+        or carry_not_kept(experiment.possibly_skipped, from_gradients)
         or _master_weights_lost(experiment, highest, carry)
         or _differs_at_growth(experiment, sweep)
     )
@@ -182,33 +183,33 @@ def _rarely_applied(experiment, trials):
     return _RARELY_APPLIED.format(times=len(trials))
 
 
-def _is_dependent(path, trials):
-    """Whether an output differs between trials at different loss scales.
+def _is_from_gradients(path, trials):
+    """Whether an output is computed from gradients, as trials at several scales show.
 
-    An output that never differs, such as the mean of a batch, is not computed from
+    Such an output differs between trials, as it is not updated where gradients
+    overflow. One that never differs, such as the mean of a batch, is not computed from
     gradients.
     """
-    outputs = [trial.output_fingerprints for trial in trials]
-    distinct = {x[path] for x in outputs if path in x}
+    fingerprints = [trial.output_fingerprints for trial in trials]
+    distinct = {x[path] for x in fingerprints if path in x}
     return len(distinct) > 1
 
 
 def _divided_twice(powers):
     """Reports gradients that are divided by the loss scale once too often.
 
-    This is the fault only if most of the outputs that follow a power of the scale follow
-    a negative one. Where gradients are left scaled, Adam's epsilon lets a few outputs
-    follow a negative power, too.
+    Then most of the outputs that follow a power of the scale follow a negative one. A
+    few do so even if gradients are left scaled, because of Adam's epsilon.
     """
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
         return ""
-    return _list_powers(negative, _DIVIDED_REMEDY)
+    return _list_powers(negative) + _DIVIDED_REMEDY
 
 
 def _still_scaled(powers, sweep, highest):
     """Reports outputs that are computed from scaled gradients."""
-    # In a silent step, a change may only mean that the step was skipped.
+    # A change in a silent step may only mean that the step was skipped.
     changes = {} if highest.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
@@ -219,14 +220,14 @@ def _still_scaled(powers, sweep, highest):
     return fault + _STILL_SCALED_REMEDY if fault else ""
 
 
-def _list_powers(powers, remedy=""):
+def _list_powers(powers):
     """Lists outputs with the powers of the loss scale that they follow."""
     rows = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
-    return format_fault(_BY_A_POWER, rows, remedy)
+    return format_fault(_BY_A_POWER, rows)
 
 
 def _not_finite(sweep, highest, carry):
-    """Reports outputs that become infinite or NaN although their arguments are finite."""
+    """Reports outputs that are not finite, although the arguments they update are."""
     not_finite = [
         output
         for output, argument in carry.items()
@@ -249,24 +250,24 @@ def _master_weights_lost(experiment, highest, carry):
         for output, argument in carry.items()
         if experiment.floats[argument].dtype == np.float16
     ]
+    master_weights = [path for path in carry if _MASTER_WEIGHTS in path]
     lost = []
-    for weights in carry:
-        if _MASTER_WEIGHTS not in weights:
-            continue
-        size = sizes[weights]
-        candidates = [outputs[path] for path in float16_outputs if sizes[path] == size]
-        rounded = outputs[weights].astype(np.float16)
-        if candidates and not any(equal(x, rounded) for x in candidates):
-            lost.append(weights)
+    for path in master_weights:
+        rounded = outputs[path].astype(np.float16)
+        candidates = [x for x in float16_outputs if sizes[x] == sizes[path]]
+        matches = [equal(outputs[x], rounded) for x in candidates]
+        if candidates and not any(matches):
+            lost.append(path)
     return format_fault(_LOST, lost, _LOST_REMEDY)
 
 
 def _differs_at_growth(experiment, sweep):
     """Reports outputs that differ at a step at which the loss scale grows.
 
-    The step is not judged if it is skipped. Integers and bools are not compared, since
-    they may count or flag the growth.
+    Nothing is reported if that step is skipped. Integers and bools are not compared,
+    because they may count or flag the growth.
     """
+    # At a scale above the first one of the sweep, the step might be skipped.
     exponent = min(log2_of(experiment.loss_scale), sweep.exponents[0])
     steady = experiment.trial_at(exponent)
     before_growth = _before_growth(jax.device_put(steady.loss_scale))
@@ -277,20 +278,25 @@ def _differs_at_growth(experiment, sweep):
     for path in sweep.outputs:
         expected = steady.outputs[path]
         actual = growing.outputs.get(path, expected)
-        change = norm(difference(actual, expected))
-        is_changed = change > sweep.tolerance(path, expected)
-        becomes_nonfinite = is_finite(expected) and not is_finite(actual)
+        tolerance = sweep.tolerance(path, expected)
         is_float = expected.dtype == np.float64
-        if is_float and (is_changed or becomes_nonfinite):
+        if is_float and _differ(actual, expected, tolerance):
             different.append(path)
     return format_fault(_AT_GROWTH, different, _AT_GROWTH_REMEDY)
 
 
+def _differ(actual, expected, tolerance):
+    """Whether an output changes by more than a tolerance, or is no longer finite."""
+    is_changed = norm(difference(actual, expected)) > tolerance
+    becomes_nonfinite = is_finite(expected) and not is_finite(actual)
+    return is_changed or becomes_nonfinite
+
+
 @jax.jit
 def _before_growth(loss_scale):
-    """Advances a loss scale to one finite step before it changes.
+    """Advances a loss scale by finite steps until one more would change it.
 
-    It stops after 100,000 finite steps if the loss scale has not changed by then.
+    It takes 100,000 steps if none of these changes the loss scale.
     """
 
     def is_steady(carry):

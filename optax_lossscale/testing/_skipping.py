@@ -1,11 +1,12 @@
 """Checks of a step at loss scales so large that gradients overflow.
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
-its carry as it was. At an infinite loss scale all gradients overflow, so a step that is
-applied even there either ignores its loss scale, or hides infinities from the check.
+its carry as it was. At an infinite loss scale all gradients but zeros overflow. A step
+that is applied even there ignores its loss scale, hides infinities from the check, or
+checks nothing; or all its gradients are zero.
 
-Each function here looks for one fault. It returns a description of the fault, which
-names the outputs concerned and suggests a fix; or an empty string if there is no fault.
+A function that reports a fault returns a description, which names the outputs concerned
+and suggests a fix; or an empty string if there is no such fault.
 """
 
 from collections.abc import Iterable
@@ -30,14 +31,14 @@ def scale_not_adapted(overflow_trials: list[Trial]) -> str:
     return ""
 
 
-def _is_reset(trial, other):
-    """Whether two skipped steps return the same loss scale but should return two."""
-    expected, _ = trial.adjusted
-    other_expected, _ = other.adjusted
-    are_skipped = trial.was_skipped and other.was_skipped
-    are_same = [other.returns_only(x) for x in trial.loss_scales]
-    should_differ = expected != other_expected
-    return are_skipped and bool(are_same) and all(are_same) and should_differ
+def _is_reset(first, last):
+    """Whether two skipped steps return the same loss scale, but should not."""
+    are_skipped = first.was_skipped and last.was_skipped
+    if_first_skipped, _ = first.adjusted
+    if_last_skipped, _ = last.adjusted
+    should_differ = if_first_skipped != if_last_skipped
+    are_same = [last.returns_only(x) for x in first.loss_scales]
+    return are_skipped and should_differ and bool(are_same) and all(are_same)
 
 
 def _keeps_scale(trial):
@@ -50,8 +51,8 @@ def _keeps_scale(trial):
 def carry_not_kept(trials: Iterable[Trial], carry: Carry) -> str:
     """Reports a skipped step that changes its carry.
 
-    A silent step, which does not tell whether it was skipped, should be skipped at an
-    infinite loss scale.
+    A silent step does not tell whether it was skipped, but at an infinite loss scale it
+    should have been.
     """
     for trial in trials:
         should_be_skipped = trial.is_silent and trial.is_infinite
@@ -72,29 +73,30 @@ def changed_outputs(trial: Trial, carry: Carry) -> list[Path]:
     ]
 
 
-def overflow_applied(experiment: Experiment, usual: Trial, carry: Carry) -> str:
+def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) -> str:
     """Reports a step that is applied at an infinite loss scale.
 
     A step that raises an error at an infinite loss scale is not judged.
 
     Args:
       experiment: runs the step.
-      usual: a trial in which the step is applied.
+      finite_trial: a trial at a finite loss scale.
       carry: the outputs that the description may name.
     """
-    highest = experiment.overflow_trials[-1]
-    says_applied = highest.was_applied and not highest.is_silent
-    is_applied = says_applied and highest.is_infinite
+    trial = experiment.overflow_trials[-1]
+    says_applied = trial.was_applied and not trial.is_silent
+    is_applied = says_applied and trial.is_infinite
     if not is_applied or _need_not_overflow(experiment, carry):
         return ""
-    # Unscaled gradients become zero when they are divided by infinity. Then nothing
-    # changes in this trial, and the outputs that usually change are named instead.
-    changed = changed_outputs(highest, carry) or changed_outputs(usual, carry)
+    # Gradients that were not scaled become zero when they are divided by infinity. Then
+    # nothing changes in this trial, and the outputs that change at a finite loss scale
+    # are named instead.
+    changed = changed_outputs(trial, carry) or changed_outputs(finite_trial, carry)
     return format_fault(_APPLIED, changed, APPLIED_REMEDY)
 
 
 def _need_not_overflow(experiment, carry):
-    """Whether a correct step need not overflow at an infinite loss scale.
+    """Whether the step may be correct although it does not overflow at infinity.
 
     A step with a fixed loss scale of 1 may omit the multiplication by it. If such a
     step is skipped when a parameter or another argument in the carry holds a NaN, it

@@ -55,8 +55,8 @@ class Trial:
     def adjusted(self) -> tuple[LossScale, LossScale]:
         """The loss scales that `adjust` returns after a skipped and an applied step.
 
-        A loss scale that measures gradients need not equal the second one after an
-        applied step.
+        A loss scale that adapts to the size of gradients may differ from the second one
+        after an applied step.
         """
         on_device = jax.device_put(self.loss_scale)
         return jax.device_get(_adjusted(on_device))
@@ -66,32 +66,31 @@ class Trial:
         """Whether the step was applied, as each state or loss scale reports it; bools, (n,).
 
         A returned state has one flag per replica: its `should_apply`, or False if its
-        loss scale is one that only a skipped step returns. If there are no states, each
-        loss scale counts as one flag.
+        loss scale shows that the step was skipped. Without states, each loss scale has
+        one flag, which is False if it shows that.
         """
         if not self.states:
-            flags = [self._may_be_applied(x) for x in self.loss_scales]
+            flags = [not self._shows_skip(x) for x in self.loss_scales]
             return np.array(flags, bool)
         flags = []
         for state in self.states:
-            may_be_applied = self._may_be_applied(state.loss_scale)
-            flags.append(np.ravel(state.should_apply) & may_be_applied)
+            shows_skip = self._shows_skip(state.loss_scale)
+            flags.append(np.ravel(state.should_apply) & (not shows_skip))
         return np.concatenate(flags)
 
-    def _may_be_applied(self, loss_scale):
-        """Whether an applied step, and not only a skipped one, may return a loss scale."""
+    def _shows_skip(self, loss_scale):
+        """Whether a skipped step returns this loss scale and an applied one another."""
         if_skipped, if_applied = self.adjusted
-        looks_skipped = loss_scale == if_skipped and loss_scale != if_applied
-        return not looks_skipped
+        return loss_scale == if_skipped and loss_scale != if_applied
 
     @property
     def is_silent(self) -> bool:
-        """Whether no output reports if the step was applied."""
+        """Whether no output reports whether the step was applied."""
         return self.applied_flags.size == 0
 
     @property
     def was_applied(self) -> bool:
-        """Whether no output reports that the step, or a part of it, was skipped."""
+        """Whether no output reports that the step or one of its updates was skipped."""
         return self.skip_count_change <= 0 and bool(np.all(self.applied_flags))
 
     @property
