@@ -3,9 +3,8 @@
 `diagnose` traces the loss and its gradient as one program. It runs this program on
 *pairs*: each value as the program computes it, beside its *reference*, which is the
 same value in float32. For each result, it makes a *note* of how far the two are apart
-and how large they are. The note also links to the notes of the operands. If `y =
-exp(x)` is off by 8% and `x` by 1%, the link shows that the exponential enlarged the
-error.
+and how large they are. The note also links to the notes of the operands. If `x` is off
+by 1% and `exp(x)` by 8%, the link shows that the exponential enlarged the error.
 
 From the notes follow the loss scale that fits and, if a result is off, the equation
 that is to blame, which is called *at fault*. If a result is off, or float32 would
@@ -14,8 +13,9 @@ choose another index or branch, the program also runs in float32 beside float64.
 float32 are. This run also shows the results of the choices that float32 makes.
 
 A result whose numbers are only moved, such as a transpose, shares the note of its
-operand. Slices, and what a loop slices or stacks, get notes of their own, but the table
-of a report leaves out those that a loop makes.
+operand. A slice gets a note of its own, as it may lack the largest numbers. So do the
+rows that a loop slices and the stacks that it joins, but the table of a report leaves
+these out.
 
 These words are used in all files:
 
@@ -37,8 +37,8 @@ These words are used in all files:
 Read the files in this order, from the parts to the whole. They build on `_programs`,
 which explains equations:
 
-- `text`, `figures`, `notes`: words for reports; the error and size of a result; these
-  two with its operands.
+- `text`, `figures`, `notes`: words for reports; the error and size of a result; its
+  note.
 - `equations`, `dtypes`: the equations of a program; `dtype_report`, which only reads
   them.
 - `wide`, `program`, `pairs`: one equation in wider floats; a program cut into pieces; a

@@ -39,10 +39,10 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
         return {}
     as_written = runs.fitting.results
     errors = {}
-    for name, in_float32 in runs.in_float32.results.items():
+    for name, value in runs.in_float32.results.items():
         actual = as_written[name].pair.actual
-        own_choices = in_float32.pair.actual
-        error = Pair(actual, own_choices).figures.error
+        with_own_choices = value.pair.actual
+        error = Pair(actual, with_own_choices).figures.error
         if name in right and error > TOLERANCE:
             errors[name] = error
     return errors

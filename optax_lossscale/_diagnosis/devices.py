@@ -93,12 +93,12 @@ class Devices(NamedTuple):
     def enter(self, value: Value, spec: jax.P) -> Value:
         """Converts an operand of the innermost `shard_map` to a stack of its shards."""
         stack_spec = self.maps[-1].stack_spec
-        return value.map(_on_each(self, _stack_of_one, spec, stack_spec))
+        return value.map(_on_each_device(self, _stack_of_one, spec, stack_spec))
 
     def exit(self, value: Value, spec: jax.P) -> Value:
         """Converts the stack of a result of the innermost `shard_map` to the result."""
         stack_spec = self.maps[-1].stack_spec
-        return value.map(_on_each(self, _only_row, stack_spec, spec))
+        return value.map(_on_each_device(self, _only_row, stack_spec, spec))
 
     def replicate(self, x: Array) -> Array:
         """Repeats an array for each device, as a stack over all `maps`."""
@@ -109,12 +109,12 @@ class Devices(NamedTuple):
 
 
 @functools.cache
-def _on_each(
+def _on_each_device(
     devices: Devices, function: Callable, in_spec: jax.P, out_spec: jax.P
 ) -> Callable:
-    """Compiles a function to run on each device of the innermost `shard_map`.
+    """Compiles a function that runs on each device of the innermost `shard_map`.
 
-    The result is cached, so that the operands of all iterations share it.
+    The result is cached, so that all iterations of a loop share it.
     """
     *outer, inner = devices.maps
     mapped = inner.over_shards(function, in_spec, out_spec)

@@ -9,7 +9,7 @@ the loss, such as batch statistics.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,13 +56,10 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Inputs that are not arrays are passed on to the loss function unchanged. If no
-    parameter is an array, Python floats among the parameters are converted to arrays,
-    as `jax.grad` converts them.
+    Inputs that are not arrays are passed on to the loss function unchanged, except for
+    parameters that `_with_floats_as_arrays` converts.
     """
-    if not any(map(is_traceable, jax.tree.leaves(params))):
-        params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
-    inputs = (params, args, kwargs)
+    inputs = (_with_floats_as_arrays(params), args, kwargs)
     arguments = _arguments(inputs)
     arrays = [argument.array for argument in arguments]
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
@@ -81,8 +78,19 @@ def gradient_of(
     return Gradient(closed, _forward(jaxpr), on_host, _narrow_dtypes(jaxpr))
 
 
+def _with_floats_as_arrays(params: Any) -> Any:
+    """Converts Python floats to arrays, as `jax.grad` does, if there are no arrays."""
+    if any(map(is_traceable, jax.tree.leaves(params))):
+        return params
+
+    def converted(x):
+        return jnp.asarray(x) if type(x) is float else x
+
+    return map_leaves(converted, params)
+
+
 def _gradient_function(
-    loss_fn: Callable[..., Any], inputs: tuple, positions: Iterable[int], has_aux: bool
+    loss_fn: Callable[..., Any], inputs: tuple, positions: Sequence[int], has_aux: bool
 ) -> Callable[..., Any]:
     """Makes the function to trace, from the arrays among the inputs and the seed.
 

@@ -102,6 +102,7 @@ def cond(
         active = np.asarray(chosen == number)
         active_operands = _with_inactive_filled(active, branch_operands)
         branch_results = run(branches[number], active_operands)
+        # The first branch has no earlier results to take the inactive devices from.
         results = _select(active, branch_results, results or branch_results)
     return results
 
@@ -148,7 +149,7 @@ def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
 
     If a loop made the stack, each row gets back the note that it had in that loop.
     """
-    pair = stack.map(_on_host).pair
+    pair = jax.tree.map(_on_host, stack.pair)
     all_devices = [slice(None)] * axis
     rows = []
     for n in range(length):

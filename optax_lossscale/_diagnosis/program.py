@@ -115,26 +115,29 @@ def _instruction(
 ) -> Instruction:
     """Builds the instruction of an equation, and divides the programs in it."""
     origin = _origin_of(eqn, outer)
-    programs = [program_of(inner, origin) for inner in _jaxprs_to_run(eqn)]
+    programs = [program_of(inner, origin) for inner in _jaxprs_for_python(eqn)]
     return Instruction(
         eqn=eqn,
         operands=operands,
         origin=origin,
         programs=programs,
-        noted=_noted(eqn),
+        noted=_noted_positions(eqn),
         frees=frees,
     )
 
 
-def _jaxprs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """Lists the jaxprs of a loop, branch or `shard_map` with floats; else none."""
+def _jaxprs_for_python(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
+    """Lists the jaxprs of a loop, branch or `shard_map` with floats; else none.
+
+    If no operand and no result is a float, the equation is compiled like any other.
+    """
     if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
     involves_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
     return programs_in(eqn) if involves_floats else ()
 
 
-def _noted(eqn: JaxprEqn) -> Container[int]:
+def _noted_positions(eqn: JaxprEqn) -> Container[int]:
     """The positions of the results that get a note of their own.
 
     These are floats that are computed, and choices that depend on floats. A slice gets

@@ -196,7 +196,8 @@ def _initial_scale(exponent: int, largest: int) -> InitialScale:
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """Runs the gradient from the seed on, at a loss scale."""
-    seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
+    cotangent = np.asarray(scale, np.float32)
+    seed = Argument("the loss scale", cotangent, is_seed=True)
     (loss, *grads_and_aux), notes = shadow(seed)
     n_grads = len(gradient.parameters)
     grads = dict(zip(gradient.parameters, grads_and_aux[:n_grads], strict=True))

@@ -61,7 +61,11 @@ def run_to_seed(
     *invars, seed = program.invars
     env = runner.constants_of(program)
     env.update(zip(invars, values, strict=True))
-    before_seed = list(takewhile(lambda piece: seed not in piece.reads, program.pieces))
+
+    def is_without_seed(piece):
+        return seed not in piece.reads
+
+    before_seed = list(takewhile(is_without_seed, program.pieces))
     env = runner.run_pieces(before_seed, env)
     remaining = program._replace(pieces=program.pieces[len(before_seed) :])
     return Shadow(remaining, env, runner)
@@ -71,8 +75,8 @@ class Shadow(NamedTuple):
     """A program that has run up to its seed. A call runs the rest for one seed."""
 
     remaining: Program  # the program without the pieces that have run
-    env: Env  # the values that those pieces have computed
-    runner: "_Runner"  # holds the notes of those values
+    env: Env  # the values that the remaining pieces may read
+    runner: "_Runner"  # holds the notes of the pieces that have run
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """Returns the results of the program and all notes in the order of execution."""
@@ -187,22 +191,24 @@ class _Runner:
         params = instruction.eqn.params
         devices = self.devices.inside(instruction.eqn)
         inside = dataclasses.replace(self, devices=devices)
-        results = inside.run(program, map(devices.enter, operands, params["in_specs"]))
+        stacks = map(devices.enter, operands, params["in_specs"])
+        results = inside.run(program, stacks)
         return list(map(devices.exit, results, params["out_specs"]))
 
     def _run_compiled(self, piece: Piece, env: Env) -> Env:
-        """Runs a piece without loops; returns its operands and results."""
+        """Compiles and runs a piece; returns its operands and results."""
         values = {v: env[v] for v in piece.reads}
         inputs = [value.pair for value in values.values()]
-        pairs_of_each = self._compiled_for(piece)(inputs)
-        for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
+        all_results = self._compiled_for(piece)(inputs)
+        for instruction, results in zip(piece.instructions, all_results, strict=True):
             for position, v in enumerate(instruction.eqn.outvars):
                 pair = results[position]
                 operands = instruction.operands_of(position)
                 reads = notes_of(values[operand] for operand in operands)
                 note = self._note(instruction, position, pair, reads)
                 values[v] = Value(pair.as_operand, note)
-        self.progress.report(piece.instructions[-1].origin.source, len(self.notes))
+        last = piece.instructions[-1]
+        self.progress.report(last.origin.source, len(self.notes))
         return values
 
     def _note(

@@ -99,7 +99,7 @@ def runs_no_iterations(eqn: JaxprEqn) -> bool:
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
-    """Whether an equation may only run in the dtypes that it was traced in.
+    """Whether an equation can only run in the dtypes that it was traced in.
 
     This is true of an operation that is not in the table, of a kernel or a callback, and
     of an equation that holds a program, whose dtypes are fixed. A scatter is an
@@ -150,7 +150,7 @@ def _apply_rewritten(
 ) -> list[Array]:
     """Applies an equation after replacing the narrow dtypes in its parameters."""
     params = dict(eqn.params)
-    # Like a cast to 16 bits, `reduce_precision` to them rounds nothing in wide floats.
+    # Like a cast to 16 bits, `reduce_precision` of a narrow value rounds nothing here.
     is_rounding = "mantissa_bits" in params
     if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(operands)
