@@ -38,7 +38,7 @@ _FAST_TO_COMPILE = {
 
 
 class Widths(NamedTuple):
-    """The dtypes to which the floats of each array of a pair are widened.
+    """The dtypes to which the two arrays of a pair are widened, if they hold floats.
 
     Floats that are wider already stay as they are.
     """

@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
     @property
     def by_result(self) -> dict[Hashable, Note]:
-        """The notes of this run by `Note.result`, which other runs share."""
+        """The notes by `Note.result`, a key that finds a result in any run."""
         return {note.result: note for note in self.notes}
 
     @property
@@ -135,8 +135,8 @@ def _is_in_doubt(run: Run) -> bool:
 def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     """Finds the scale that fits.
 
-    The run at 1 predicts it. Further runs are needed only if the backward pass computes
-    in float16.
+    The run at 1 predicts it. Further runs confirm it, but only if the backward pass
+    computes in float16.
     """
     if not at_1.is_reference_finite or not np.isfinite(at_1.loss.pair.actual):
         return Fit(at_1)
@@ -156,7 +156,8 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
 
     A run with finite gradients confirms its scale if it predicts either no overflow at
     all, or a scale that is at most twice as large. If the backward pass is linear in
-    the scale, the first run confirms the prediction.
+    the scale, the first run confirms the prediction. If it is not, the sizes of the
+    numbers in each run predict the next scale to try.
 
     Args:
       shadow: the gradient, which has run up to its seed.
