@@ -149,7 +149,7 @@ class _Runner:
         return env
 
     def run_pieces(self, pieces: Iterable[Piece], env: Env) -> Env:
-        """Runs pieces; frees each value once no later instruction reads it."""
+        """Runs pieces; returns the values that are still needed after them."""
         env = dict(env)
         for piece in pieces:
             has_programs = bool(piece.instructions[0].programs)
