@@ -1,11 +1,16 @@
 """Finds choices that float32 would make differently, and the results that they change.
 
 A choice is an integer or boolean that depends on floats, such as an index, a mask or
-the condition of a loop: in 16 bits, `argmax([1.0, 1.0001])` is 0, in float32 it is 1.
-In the run beside the program, float32 follows the program's choices, and each note only
-records the share that it would make differently. In the further run in float32, the
-program makes its own choices. The difference between the two runs is what choices
-change.
+the condition of a loop. In 16 bits, `argmax([1.0, 1.0001])` is 0, in float32 it is 1.
+Two runs together show what choices change:
+
+- In the run of the program as it is, the float32 reference follows the program's
+  choices. The note of a choice records the share of it that float32 would choose
+  otherwise.
+- In the run in float32, the program makes the choices of float32.
+
+A result that agrees with its reference in the first run, but not with the second run,
+is off because of choices.
 """
 
 from collections.abc import Container, Mapping
@@ -19,11 +24,12 @@ from optax_lossscale._diagnosis.run import Run, Runs
 
 
 def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """Compares the loss and gradients with those of float32 with its own choices.
+    """Finds how far the loss and gradients are from those with the choices of float32.
 
     Args:
       runs: the runs of the gradient.
-      right: the names of the results that are right by the program's choices.
+      right: the names of the results that agree with references that follow the
+        program's choices.
 
     Returns:
       The errors of results by name: only of those in `right`, and only errors above 5%.
@@ -33,10 +39,10 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
         return {}
     as_written = runs.fitting.results
     errors = {}
-    for name, in_float32 in runs.in_float32.results.items():
+    for name, value in runs.in_float32.results.items():
         actual = as_written[name].pair.actual
-        own_choices = in_float32.pair.actual
-        error = Pair(actual, own_choices).figures.error
+        with_own_choices = value.pair.actual
+        error = Pair(actual, with_own_choices).figures.error
         if name in right and error > TOLERANCE:
             errors[name] = error
     return errors
@@ -45,11 +51,11 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
 def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """Lists choices that float32 would make differently, the worst choice of each line.
 
-    If choices put the loss off, or a gradient by more than a fifth, every difference
-    counts. Otherwise, a mask counts if more than a fifth of it differs, and any other
-    choice if more than 5% of it does. A smaller share is near a tie, where one choice
-    is as good as the other. If the loss is not finite, no choice counts, because a
-    comparison with NaN means nothing.
+    If the loss is off because of choices, or a gradient by more than a fifth, every
+    difference counts. Otherwise, a mask counts if more than a fifth of it differs, and
+    any other choice if more than 5% of it does. A smaller share is taken for ties, in
+    which one choice is as good as the other. If the loss is not finite, no choice
+    counts, because a comparison with NaN means nothing.
 
     Args:
       run: the run whose choices to list.
@@ -60,8 +66,7 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """
     if not np.isfinite(run.loss.pair.actual):
         return []
-    largest_error = max(off.values(), default=0.0)
-    all_count = THE_LOSS in off or largest_error > LARGE_SHARE
+    all_count = THE_LOSS in off or max(off.values(), default=0.0) > LARGE_SHARE
     worst_first = sorted(run.notes, key=lambda note: note.decided, reverse=True)
     worst_by_line: dict[str, Note] = {}
     for note in worst_first:
@@ -72,6 +77,6 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
 
 
 def _tolerated(choice: Note) -> float:
-    """The share of a choice that may differ if no result is off by much."""
+    """The share of a choice that may differ without counting, if no result is far off."""
     is_mask = choice.dtype == np.bool_ and choice.count > 1
     return LARGE_SHARE if is_mask else TOLERANCE

@@ -38,7 +38,7 @@ class _ShardMap(NamedTuple):
 
     @property
     def stack_spec(self) -> jax.P:
-        """The partition spec of a stack, whose first axis is divided among the devices."""
+        """The partition spec of a stack: its first axis is divided among the devices."""
         return jax.P(self.axes)
 
     def over_shards(
@@ -57,7 +57,7 @@ class _ShardMap(NamedTuple):
         if any(types[axis] != AxisType.Explicit for axis in self.axes):
             return mapped
 
-        # If all axes are explicit, JAX refuses arrays with another sharding.
+        # If all axes are explicit, JAX refuses arguments with another sharding.
         def resharded(*args):
             return mapped(*reshard(args, in_specs))
 
@@ -85,7 +85,7 @@ class Devices(NamedTuple):
         return Devices((*self.maps, inner))
 
     def over_stacks(self, function: Callable) -> Callable:
-        """Makes a function of one device's arrays apply to stacks over all the maps."""
+        """Makes a function of one device's arrays apply to stacks over all `maps`."""
         for shard_map in reversed(self.maps):
             function = shard_map.over_stacks(function)
         return function
@@ -93,15 +93,15 @@ class Devices(NamedTuple):
     def enter(self, value: Value, spec: jax.P) -> Value:
         """Converts an operand of the innermost `shard_map` to a stack of its shards."""
         stack_spec = self.maps[-1].stack_spec
-        return value.map(_on_each(self, _stack_of_one, spec, stack_spec))
+        return value.map(_on_each_device(self, _stack_of_one, spec, stack_spec))
 
     def exit(self, value: Value, spec: jax.P) -> Value:
         """Converts the stack of a result of the innermost `shard_map` to the result."""
         stack_spec = self.maps[-1].stack_spec
-        return value.map(_on_each(self, _only_row, stack_spec, spec))
+        return value.map(_on_each_device(self, _only_row, stack_spec, spec))
 
     def replicate(self, x: Array) -> Array:
-        """Repeats an array for each device, in a stack over all the maps."""
+        """Repeats an array for each device, as a stack over all `maps`."""
         if not self.maps:
             return x
         sizes = [shard_map.size for shard_map in self.maps]
@@ -109,10 +109,13 @@ class Devices(NamedTuple):
 
 
 @functools.cache
-def _on_each(
+def _on_each_device(
     devices: Devices, function: Callable, in_spec: jax.P, out_spec: jax.P
 ) -> Callable:
-    """Applies a function on each device of the innermost `shard_map`."""
+    """Compiles a function that runs on each device of the innermost `shard_map`.
+
+    The result is cached, so that all iterations of a loop share it.
+    """
     *outer, inner = devices.maps
     mapped = inner.over_shards(function, in_spec, out_spec)
     over_stacks = Devices(tuple(outer)).over_stacks(mapped)

@@ -32,21 +32,23 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
 def is_one_to_one(eqn: JaxprEqn) -> bool:
     """Whether each result depends only on the operand in the same position.
 
-    An `optimization_barrier` or a `psum` of several arrays is an example.
+    Examples are an `optimization_barrier` and a `psum`, which may have several
+    operands and results.
     """
-    moves = traits(eqn) & (Trait.MOVES | Trait.SENDS)
-    return bool(moves) and len(eqn.invars) == len(eqn.outvars)
+    moves_or_sends = bool(traits(eqn) & (Trait.MOVES | Trait.SENDS))
+    return moves_or_sends and len(eqn.invars) == len(eqn.outvars)
 
 
 def keeps_numbers(eqn: JaxprEqn) -> bool:
-    """Whether each result only moves, drops, repeats or widens numbers of one operand."""
-    if is_one_to_one(eqn) and Trait.MOVES in traits(eqn):
-        return True
-    if len(eqn.invars) != 1:
-        return False
-    if Trait.CASTS not in traits(eqn):
+    """Whether an equation only moves, drops, repeats or widens numbers.
+
+    All numbers of a result must come from one operand.
+    """
+    if Trait.CASTS in traits(eqn):
+        (operand,) = eqn.invars
+        (result,) = eqn.outvars
+        is_wide = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
+        return is_wide and is_narrow_dtype(dtype_in(operand))
+    if len(eqn.invars) == 1:
         return bool(traits(eqn) & (Trait.MOVES | Trait.PLACES | Trait.SPREADS))
-    (operand,) = eqn.invars
-    (result,) = eqn.outvars
-    is_wide = is_inexact(result) and not is_narrow_dtype(dtype_in(result))
-    return is_wide and is_narrow_dtype(dtype_in(operand))
+    return Trait.MOVES in traits(eqn) and is_one_to_one(eqn)

@@ -1,15 +1,15 @@
 """Traces the loss and its gradient as one program, from arrays to arrays.
 
-The program takes the arrays among the inputs of the loss function: its parameters,
-arguments and keyword arguments. Its last argument is the *seed*, the cotangent of the
-loss, which is the loss scale. It returns the loss, the scaled gradient of each
-parameter, and the floats that the loss function returns beside the loss, such as batch
-statistics. For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed`
-times the gradient by `w`.
+For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed` times the
+gradient with respect to `w`. It takes the arrays among the inputs of the loss function,
+which are its parameters, arguments and keyword arguments. Its last argument is the
+*seed*, the cotangent of the loss, which is the loss scale. It returns the loss, the
+scaled gradient of each parameter, and the floats that the loss function returns beside
+the loss, such as batch statistics.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ class Gradient(NamedTuple):
     jaxpr: ClosedJaxpr
     forward: Jaxpr  # the equations of `jaxpr` that do not depend on the seed
     arguments: list[Argument]  # all but the seed
-    narrow_dtypes: tuple[np.dtype, ...]  # of 16 bits or fewer, in any equation's result
+    narrow_dtypes: tuple[np.dtype, ...]  # of 16 bits or fewer, of any equation's result
 
     @property
     def parameters(self) -> dict[str, Array]:
@@ -55,20 +55,50 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Inputs that are not arrays are passed on to the loss function unchanged. If no
-    parameter is an array, Python floats among the parameters are converted to arrays,
-    as `jax.grad` does.
+    Inputs that are not arrays are passed on to the loss function unchanged, except for
+    parameters that `_with_floats_as_arrays` converts.
     """
-    if not any(map(is_traceable, jax.tree.leaves(params))):
-        params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
-    inputs = (params, args, kwargs)
+    inputs = (_with_floats_as_arrays(params), args, kwargs)
     arguments = _arguments(inputs)
-    positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
-    leaves = [argument.array for argument in arguments]
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+    arrays = [argument.array for argument in arguments]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         raise TypeError(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
+    positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
+    gradient = _gradient_function(loss_fn, inputs, positions, has_aux)
+    closed = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
+    jaxpr = closed.jaxpr
+    _refuse_refs(jaxpr)
+    on_host = [
+        argument._replace(array=jax.device_get(jnp.asarray(argument.array)))
+        for argument in arguments
+    ]
+    return Gradient(closed, _forward(jaxpr), on_host, _narrow_dtypes(jaxpr))
+
+
+def _with_floats_as_arrays(params: Any) -> Any:
+    """Converts Python floats to arrays, as `jax.grad` does, if there are no arrays."""
+    if any(map(is_traceable, jax.tree.leaves(params))):
+        return params
+
+    def converted(x):
+        return jnp.asarray(x) if type(x) is float else x
+
+    return map_leaves(converted, params)
+
+
+def _gradient_function(
+    loss_fn: Callable[..., Any], inputs: tuple, positions: Sequence[int], has_aux: bool
+) -> Callable[..., Any]:
+    """Makes the function to trace, from the arrays among the inputs and the seed.
+
+    Args:
+      loss_fn: the loss function.
+      inputs: its parameters, arguments and keyword arguments.
+      positions: the positions of the parameters among the arrays.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+    """
 
     def gradient(arrays, seed):
         def wide_loss(parameters):
@@ -86,20 +116,13 @@ def gradient_of(
         cotangent = seed.astype(wide.dtype)
         return loss, pullback(cotangent), aux
 
-    closed = jax.make_jaxpr(gradient)(leaves, jnp.float32(1))
-    jaxpr = closed.jaxpr
-    _refuse_refs(jaxpr)
-    arguments_on_host = []
-    for argument in arguments:
-        array = jax.device_get(jnp.asarray(argument.array))
-        arguments_on_host.append(argument._replace(array=array))
-    return Gradient(closed, _forward(jaxpr), arguments_on_host, _narrow_dtypes(jaxpr))
+    return gradient
 
 
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
     """Selects the equations of a gradient that do not depend on its seed.
 
-    The jaxpr can be inspected, but not run: the equations of its results are missing.
+    The result can be inspected, but not run: no equation computes its gradients.
     """
     backward: set[Var] = {jaxpr.invars[-1]}
     forward_eqns = []
@@ -112,13 +135,18 @@ def _forward(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _with_arrays(inputs: tuple, arrays: Iterable[Array]) -> tuple:
-    """Replaces the arrays among the inputs of the loss function, in order."""
+    """Replaces the arrays among the inputs of the loss function, in their order."""
     remaining = iter(arrays)
     return map_leaves(lambda x: next(remaining) if is_traceable(x) else x, inputs)
 
 
 def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Array]]:
-    """Splits what the loss function returned into the loss and the floats beside it."""
+    """Splits what the loss function returned into the loss and the floats beside it.
+
+    Raises:
+      TypeError: if it returned no pair although `has_aux` is True, or if the loss is
+        not a real floating-point scalar.
+    """
     loss = loss_of(returned, has_aux)
     check_scalar(THE_LOSS, loss)
     loss = jnp.asarray(loss)
@@ -151,9 +179,10 @@ def _arguments(inputs: tuple) -> list[Argument]:
 
 
 def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
-    """Appends numbers to equal names, such as two of `a/b` in `{"a/b": x, "a": {"b": y}}`.
+    """Numbers arguments of the same name.
 
-    A name that reports use for something else, such as "the loss", is numbered, too.
+    For example, both arrays in `{"a/b": x, "a": {"b": y}}` have the name `a/b`. A name
+    that reports use for something else, such as "the loss", is numbered, too.
     """
     names = [argument.name for argument in arguments]
     counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
@@ -176,6 +205,6 @@ def _refuse_refs(jaxpr: Jaxpr) -> None:
 
 
 def _narrow_dtypes(jaxpr: Jaxpr) -> tuple[np.dtype, ...]:
-    """Lists the dtypes of 16 bits or fewer among the results of all equations."""
+    """Lists the dtypes of 16 bits or fewer among all equations' results, each once."""
     results = [v for eqn in equations(jaxpr) for v in eqn.outvars]
     return tuple(filter(is_narrow_dtype, dict.fromkeys(dtypes_in(results))))

@@ -1,8 +1,8 @@
 """Runs loops and branches in Python, one iteration after the other, on pairs.
 
-Each iteration gets its own notes, which tell in which iteration of a loop numbers go
-wrong. The values that the program computes, not their references, decide which branch
-runs and when a loop ends. The reference follows them.
+Each iteration makes its own notes, so they show in which iteration numbers go wrong.
+The values that the program computes decide which branch runs and when a loop ends. The
+references follow them.
 
 The examples of a batched `while` may need different numbers of iterations. So may the
 devices of a `shard_map`, which may also take different branches. The body or branch
@@ -52,19 +52,17 @@ def scan(
     stacks = operands[carried.stop :]
     length = eqn.params["length"]
     rows_of_stacks = [_unstack(stack, length, axis) for stack in stacks]
-    is_reversed = eqn.params["reverse"]
-    order = range(length)
-    if is_reversed:
-        order = reversed(order)
-    ys = []  # the results of each iteration, without the carry
-    for n in order:
+    iterations = range(length)
+    if eqn.params["reverse"]:
+        iterations = reversed(iterations)
+    ys = {}  # by iteration, its results without the carry
+    for n in iterations:
         xs = [rows[n] for rows in rows_of_stacks]
         results = run(body, [*consts, *carry, *xs], (n,))
         carry = results[: len(carried)]
-        ys.append(results[len(carried) :])
-    if is_reversed:
-        ys.reverse()
-    stacked = [_stack(rows, axis) for rows in zip(*ys, strict=True)]
+        ys[n] = results[len(carried) :]
+    in_order = [ys[n] for n in range(length)]
+    stacked = [_stack(rows, axis) for rows in zip(*in_order, strict=True)]
     return [*carry, *stacked]
 
 
@@ -92,7 +90,10 @@ def while_loop(
 def cond(
     instruction: Instruction, operands: Sequence[Value], run: RunsProgram
 ) -> list[Value]:
-    """Runs the branch that the index of a `cond` chooses, or several for several devices."""
+    """Runs the branch that the index of a `cond` chooses.
+
+    If the index differs between devices, each branch runs that a device chooses.
+    """
     branches = instruction.programs
     index, *branch_operands = operands
     chosen = np.clip(index.pair.actual, 0, len(branches) - 1)
@@ -101,6 +102,7 @@ def cond(
         active = np.asarray(chosen == number)
         active_operands = _with_inactive_filled(active, branch_operands)
         branch_results = run(branches[number], active_operands)
+        # The first branch has no earlier results to take the inactive devices from.
         results = _select(active, branch_results, results or branch_results)
     return results
 
@@ -120,19 +122,20 @@ def _with_inactive_filled(active: np.ndarray, values: Sequence[Value]) -> list[V
 def _select(
     active: np.ndarray, new: Sequence[Value], old: Sequence[Value]
 ) -> list[Value]:
-    """Takes the new values for active examples or devices, and the old ones for others."""
+    """Takes new values for active examples or devices, and old values for the others."""
     if active.all():
         return list(new)
     selected = []
-    for x, y in zip(new, old, strict=True):
-        actual = _where(active, x.pair.actual, y.pair.actual)
-        reference = _where(active, x.pair.reference, y.pair.reference)
-        selected.append(moved_value(Pair(actual, reference), [x, y]))
+    for sources in zip(new, old, strict=True):
+        new_pair, old_pair = [source.pair for source in sources]
+        actual = _where(active, new_pair.actual, old_pair.actual)
+        reference = _where(active, new_pair.reference, old_pair.reference)
+        selected.append(moved_value(Pair(actual, reference), sources))
     return selected
 
 
 def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
-    """`jnp.where` for a condition that has only the leading axes of the arrays."""
+    """`jnp.where` with a condition that has only the first axes of the arrays."""
     trailing_axes = tuple(range(condition.ndim, np.ndim(x)))
     condition = np.expand_dims(condition, trailing_axes)
     return jnp.where(condition, _on_host(x), _on_host(y))
@@ -144,12 +147,13 @@ def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
 def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
     """Slices a stack into a value for each iteration.
 
-    If a loop made the stack, each row gets back the note that it had there.
+    If a loop made the stack, each row gets back the note that it had in that loop.
     """
-    pair = stack.map(_on_host).pair
+    pair = jax.tree.map(_on_host, stack.pair)
+    all_devices = [slice(None)] * axis
     rows = []
     for n in range(length):
-        index = (*[slice(None)] * axis, n)
+        index = (*all_devices, n)
         row = Pair(pair.actual[index], pair.reference[index])
         if stack.row_notes:
             rows.append(Value(row, stack.row_notes[n]))

@@ -22,7 +22,10 @@ from optax_lossscale._programs.operations import Trait, traits_of
 from optax_lossscale._programs.values import is_inexact_dtype
 
 THE_LOSS = "the loss"
-"""The name of the loss in reports. A parameter named so, or as below, is renamed."""
+"""The name of the loss in reports.
+
+An argument with this name, or with one of the next two, gets a number.
+"""
 
 ALL = "all"
 """The name of the group of all parameters."""
@@ -36,15 +39,15 @@ SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """The argument of the program or the equation that values come from.
+    """What values come from: an equation, or an argument of the program.
 
-    Numbers that a loop or branch only moves, such as the rows of a stack, keep the
-    origin of the equation that computed them, as changed by `moved`.
+    If a loop or branch only moves numbers, such as the rows of a stack, they keep the
+    origin of the equation that computed them, as `moved` changes it.
     """
 
-    name: str = ""  # the path of an argument
-    is_parameter: bool = False  # whether the loss is differentiated by this argument
-    primitive: str = ""  # the name of the equation's operation
+    name: str = ""  # the path of an argument; "" for an equation
+    is_parameter: bool = False  # whether the gradient is with respect to this argument
+    primitive: str = ""  # the name of the operation; "" if it is an argument or moved
     source: str = ""  # the user's line that made the equation
     scope: str = ""  # the equation's scopes, such as `encoder/layer_3`
     # Whether JAX transposed the equation, either for the backward pass of the loss or
@@ -52,12 +55,13 @@ class Origin:
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum adds up
     stays_narrow: bool = False  # whether it computes in 16 bits even on wider floats
-    # Whether it adds or multiplies by a constant that rounding may have destroyed
+    # Whether it adds, or multiplies by, a constant that rounding may have made 0 or
+    # infinite
     has_lost_constant: bool = False
 
     @property
     def moved(self) -> "Origin":
-        """The origin of this equation's results after a loop or branch has moved them."""
+        """The origin of its results after a loop or branch has moved them."""
         return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
@@ -90,7 +94,7 @@ class Note(Figures):
 
     @property
     def is_computed(self) -> bool:
-        """Whether it is as an equation computed it: neither an argument nor moved."""
+        """Whether an equation computed it: it is no argument, and was not moved."""
         return self.origin.primitive != ""
 
     @property
@@ -113,7 +117,7 @@ class Note(Figures):
 
     @property
     def result(self) -> tuple[Origin, int, tuple[int, ...]]:
-        """A key by which to find a computed result in another run of the program."""
+        """A key that a computed result also has in another run of the program."""
         return self.origin, self.position, self.rounds
 
     @property
@@ -212,7 +216,10 @@ def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
     """The smallest number that rounds to infinity in a dtype: 65520 for float16."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
-    half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
+    _, exponent = math.frexp(largest)
+    # Half the distance between the two largest numbers. What is less than this above the
+    # largest is rounded down to it.
+    half_step = math.ldexp(float(info.eps), exponent - 2)
     return largest + half_step
 
 

@@ -1,9 +1,9 @@
 """Pairs of a value and its reference in wider floats, and equations applied to pairs.
 
 In `y = x.astype(float16) * 3` with `x` in float32, `x` becomes a pair of equal arrays.
-The cast rounds the first to float16 and leaves the second in float32, and the
-multiplication is applied to each of the two. The difference of the two results is the
-error of `y`. `compute` applies the equations of a piece to pairs, inside `jit`.
+The cast rounds the first to float16, and leaves the second in float32. Then both are
+multiplied by 3. The difference of the two products is the error of `y`. `compute`
+applies all equations of a piece to pairs, inside `jit`.
 """
 
 import functools
@@ -38,7 +38,7 @@ _FAST_TO_COMPILE = {
 
 
 class Widths(NamedTuple):
-    """The dtypes to which the floats of each array of a pair are widened.
+    """The dtypes to which the two arrays of a pair are widened, if they hold floats.
 
     Floats that are wider already stay as they are.
     """
@@ -48,12 +48,16 @@ class Widths(NamedTuple):
 
 
 AS_WRITTEN = Widths(None, FLOAT32)
-"""The program as it is, beside a float32 reference that follows its choices."""
+"""The program as it is, beside float32.
+
+The reference follows the choices of the program.
+"""
 
 IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
-"""The program in float32, which makes its own choices, beside a float64 reference.
+"""The program in float32, beside float64.
 
-A run with these widths needs `jax.enable_x64`.
+The program then makes the choices of float32, and the reference follows these. A run
+with these widths needs `jax.enable_x64`.
 """
 
 
@@ -65,7 +69,7 @@ class Pair(NamedTuple):
 
     @property
     def as_operand(self) -> "Pair":
-        """The pair as later equations read it: both follow the actual choices."""
+        """The pair as later equations read it: the reference follows actual choices."""
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
@@ -82,7 +86,7 @@ class Pair(NamedTuple):
 
 
 def pair_of(x: Array, widths: Widths) -> Pair:
-    """Pairs an argument or a constant with itself, each widened to its width."""
+    """Pairs an argument or a constant with itself, and widens the two as `widths` says."""
     if not is_inexact(x):
         return Pair(x, x)
     actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))
@@ -120,8 +124,8 @@ def compute(piece: Piece, widths: Widths, inputs: Sequence[Pair]) -> list[list[P
 def _resharded(v: Var, pair: Pair) -> Pair:
     """Gives the arrays of a pair the sharding that the variable had when traced.
 
-    They may have been on the host since, and lost it. JAX refuses operands with another
-    sharding if an axis of the mesh is explicit.
+    They lost it if they were on the host since. If an axis of the mesh is explicit, JAX
+    refuses operands with another sharding.
     """
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
@@ -149,7 +153,7 @@ def _apply(eqn: JaxprEqn, operands: Sequence[Pair], widths: Widths) -> list[Pair
     reference_operands = [pair.reference for pair in operands]
     reference = in_wide(eqn, reference_operands, widths.reference)
     pairs = list(map(Pair, actual, reference))
-    # A sort needs no such care: sorted numbers compare well even if the orders differ.
+    # A sort chooses an order, but its numbers compare well even if the orders differ.
     if Trait.CHOOSES in traits(eqn):
         return pairs
     return _with_same_choices(pairs)
@@ -161,7 +165,7 @@ def _with_same_choices(pairs: list[Pair]) -> list[Pair]:
     The factors of an LU decomposition mean nothing without its pivots. So if the
     reference chooses other pivots for any matrix of a batch, the actual factors replace
     its factors in the whole batch. Only the first choice is compared, such as the
-    pivots, as any other follows from it.
+    pivots: any other, such as the permutation, follows from it.
     """
     choices = [pair for pair in pairs if not is_inexact(pair.actual)]
     if not choices or len(choices) == len(pairs):
@@ -170,12 +174,11 @@ def _with_same_choices(pairs: list[Pair]) -> list[Pair]:
     are_same = jnp.all(first.actual == first.reference)
     results = []
     for pair in pairs:
+        reference = pair.reference
         if is_inexact(pair.actual):
-            actual = astype(pair.actual, pair.reference.dtype)
-            reference = jnp.where(are_same, pair.reference, actual)
-            results.append(Pair(pair.actual, reference))
-        else:
-            results.append(pair)
+            actual = astype(pair.actual, reference.dtype)
+            reference = jnp.where(are_same, reference, actual)
+        results.append(Pair(pair.actual, reference))
     return results
 
 
@@ -187,7 +190,7 @@ def compiler_options() -> dict[str, bool | int]:
     if jax.default_backend() != "cpu":
         return options
     fast = options | _FAST_TO_COMPILE
-    # XLA does not list its options, and a release may drop one, so try them.
+    # A release of XLA may drop one, and XLA does not list those that it has, so try.
     try:
         jax.jit(lambda: 0.0, compiler_options=fast).lower().compile()
     except jax.errors.JaxRuntimeError:

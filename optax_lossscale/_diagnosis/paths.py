@@ -1,8 +1,8 @@
 """Paths through the graph of notes, from a result back towards the arguments.
 
-A note knows the notes of its operands. `path_from` follows one operand at each step,
-for example the one that is off the most. `jump` finds where on the path a size, such
-as the error, grows most.
+A note knows the notes of its operands. `path_from` goes from a note to that of one
+operand, for example the one that is off the most, and so on. `jump` finds where on the
+path a size, such as the error, grows most.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ def jump(path: Sequence[Note], sizes: Sequence[float], least: float) -> Note | N
 
     Args:
       path: the notes, from a result back.
-      sizes: a positive size for each note. One more size may follow: the size before
-        the last note, so that growth at that note counts too.
+      sizes: a positive size for each note. One more may follow, to compare the size of
+        the last note with. Without it, nothing can grow at the last note.
       least: the smallest factor that counts as growth.
 
     Returns:

@@ -1,11 +1,11 @@
-"""Divides a traced program into pieces, which are compiled or run one by one.
+"""Divides a traced program into pieces, each of which is compiled or run by Python.
 
 An *instruction* is an equation with what a run needs to know about it, such as its
 source line. A *piece* is a sequence of consecutive instructions, which are compiled as
 one function. A piece ends after each product: `relu(relu(x @ v) @ w) @ u` becomes the
 pieces `x @ v`, `relu, @ w` and `relu, @ u`. So layers that are alike become pieces that
 are alike, and share one compiled function. A loop, branch or `shard_map` with floats is
-a piece by itself, which Python runs, and the programs inside it are divided in turn.
+a piece by itself, which Python runs. The programs in it are divided in turn.
 """
 
 import math
@@ -37,21 +37,22 @@ from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
 _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
-# Scopes that JAX and autocast add; one with an arrow is the formula of an `einsum`
-_SCOPES_OF_JAX = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
+# The scopes that JAX and autocast add; one with an arrow is the formula of an `einsum`
+_ADDED_SCOPES = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
 
 
 class Instruction(NamedTuple):
     """An equation with what a run needs to know about it."""
 
     eqn: JaxprEqn
-    operands: Sequence[Var]  # a new variable stands for each literal
+    # A new variable stands for each literal, so the values of literals are constants of
+    # the program, and pieces that differ in nothing else are alike.
+    operands: Sequence[Var]
     origin: Origin
-    # The programs of a loop, branch or `shard_map`, which Python runs; else empty
+    # The programs of a loop, branch or `shard_map` that Python runs; else empty
     programs: Sequence["Program"]
-    # The positions of the results that get a note: floats that are computed, and
-    # choices that depend on floats. Any other result, such as a transpose, shares the
-    # note of its first operand.
+    # The positions of the results that get a note of their own. Any other result, such
+    # as a transpose, shares the note of its first operand that has one.
     noted: Container[int]
     frees: Collection[Var]  # its operands and results that no later instruction reads
 
@@ -61,7 +62,7 @@ class Instruction(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive instructions that run together."""
+    """Consecutive instructions that are compiled together, or one that Python runs."""
 
     instructions: Sequence[Instruction]
     reads: Sequence[Var]  # the variables that it reads, without those that it computes
@@ -69,7 +70,7 @@ class Piece(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A jaxpr divided into pieces. No variable is assigned twice."""
+    """A jaxpr without calls, divided into pieces. No variable is assigned twice."""
 
     invars: Sequence[Var]
     outvars: Sequence[Var]
@@ -82,13 +83,13 @@ def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
 
     Args:
       jaxpr: the jaxpr.
-      outer: the origin of the equation that holds the jaxpr, or an empty one.
+      outer: the origin of the equation that holds the jaxpr, or `Origin()` if none does.
     """
     flat = all_flat(jaxpr)
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
 
     def variable_for(atom: Atom) -> Var:
-        """Replaces a literal by a new variable for a constant."""
+        """Returns a variable itself; makes a literal a constant with a new variable."""
         if not isinstance(atom, Literal):
             return atom
         v = Var(atom.aval)
@@ -97,38 +98,51 @@ def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
 
     outvars = list(map(variable_for, flat.outs))
     instructions = []
-    needed_later = set(outvars)
+    read_later = set(outvars)
+    # Backwards, so that the first equation seen to read a variable is the last to do so.
     for eqn in reversed(flat.eqns):
         operands = list(map(variable_for, eqn.invars))
-        frees = {*operands, *eqn.outvars} - needed_later
-        needed_later |= frees
-        origin = _origin_of(eqn, outer)
-        programs = [program_of(inner, origin) for inner in _jaxprs_to_run(eqn)]
-        instructions.append(
-            Instruction(
-                eqn=eqn,
-                operands=operands,
-                origin=origin,
-                programs=programs,
-                noted=_noted(eqn),
-                frees=frees,
-            )
-        )
+        frees = {*operands, *eqn.outvars} - read_later
+        read_later |= frees
+        instructions.append(_instruction(eqn, operands, frees, outer))
     instructions.reverse()
     pieces = list(map(_piece_of, _grouped(instructions)))
     return Program(flat.ins, outvars, constants, pieces)
 
 
-def _jaxprs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """Returns the jaxprs of a loop, branch or `shard_map` with floats; else none."""
+def _instruction(
+    eqn: JaxprEqn, operands: Sequence[Var], frees: Collection[Var], outer: Origin
+) -> Instruction:
+    """Builds the instruction of an equation, and divides the programs in it."""
+    origin = _origin_of(eqn, outer)
+    programs = [program_of(inner, origin) for inner in _jaxprs_for_python(eqn)]
+    return Instruction(
+        eqn=eqn,
+        operands=operands,
+        origin=origin,
+        programs=programs,
+        noted=_noted_positions(eqn),
+        frees=frees,
+    )
+
+
+def _jaxprs_for_python(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
+    """Lists the jaxprs of a loop, branch or `shard_map` with floats; else none.
+
+    If no operand and no result is a float, the equation is compiled like any other.
+    """
     if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
     involves_floats = any(map(is_inexact, (*eqn.invars, *eqn.outvars)))
     return programs_in(eqn) if involves_floats else ()
 
 
-def _noted(eqn: JaxprEqn) -> Container[int]:
-    """The positions of an equation's results that get a note of their own."""
+def _noted_positions(eqn: JaxprEqn) -> Container[int]:
+    """The positions of the results that get a note of their own.
+
+    These are floats that are computed, and choices that depend on floats. A slice gets
+    a note, too, although it is not computed: it may lack the largest numbers.
+    """
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return ()
     if any(map(is_inexact, eqn.invars)):
@@ -139,12 +153,12 @@ def _noted(eqn: JaxprEqn) -> Container[int]:
 def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
     """Builds the origin of an equation.
 
-    The scopes are those of JAX's name stack, without what JAX and autocast add to it:
+    Its scope is JAX's name stack without what JAX and autocast add to it: the stack
     `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
     scopes = [outer.scope] if outer.scope else []
     for scope in scopes_of(eqn):
-        if not re.fullmatch(_SCOPES_OF_JAX, scope):
+        if not re.fullmatch(_ADDED_SCOPES, scope):
             scopes.append(scope)
     is_transposed = "transpose(" in str(eqn.source_info.name_stack)
     return Origin(
@@ -161,22 +175,19 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
 def _has_lost_constant(eqn: JaxprEqn) -> bool:
     """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by infinity.
 
-    Such a constant may be a rounded one: float16 rounds 1e-8 to 0, and -1e9 to minus
-    infinity. The jaxpr does not show what the user wrote.
+    The user may have written another constant: float16 rounds 1e-8 to 0, and -1e9 to
+    minus infinity. The jaxpr holds only the rounded one.
     """
     adds = Trait.ADDS_TWO in traits(eqn)
     if not adds and Trait.MULTIPLIES not in traits(eqn):
         return False
-    for v in eqn.invars:
-        if isinstance(v, Literal) and is_narrow_dtype(dtype_in(v)):
-            constant = float(v.val)
-            if math.isinf(constant) or (adds and constant == 0):
-                return True
-    return False
+    literals = [v for v in eqn.invars if isinstance(v, Literal)]
+    constants = [float(v.val) for v in literals if is_narrow_dtype(dtype_in(v))]
+    return any(map(math.isinf, constants)) or (adds and 0 in constants)
 
 
 def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
-    """Groups consecutive instructions into pieces.
+    """Groups consecutive instructions: each group becomes a piece.
 
     A product ends a group, and an instruction with programs is a group by itself.
     """
@@ -191,7 +202,11 @@ def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 
 
 def _piece_of(instructions: Sequence[Instruction]) -> Piece:
-    """Builds a piece. Its key numbers the variables in the order of appearance."""
+    """Builds a piece from a group of instructions.
+
+    Its key has numbers in place of variables, in the order of appearance, so the keys of
+    two pieces can be equal although their variables differ.
+    """
     numbers: dict[Var, int] = {}
     reads = []
     key: list[Hashable] = []

@@ -1,11 +1,15 @@
 """Runs a gradient on pairs: at a loss scale of 1, and at the scale that fits.
 
-The run at 1 predicts which scale fits: if the largest number of its backward pass is
-2**6, a scale of 2**10 overflows in float16, and 2**9 is the largest that does not. This
-holds if the backward pass is linear in the scale, which it need not be. So in float16 a
-second run confirms the prediction, or yields a better one to try. If something is off,
-the program runs once more, in float32 and with its own choices, beside float64. This
-last run tells which results float32 itself determines.
+The run at 1 predicts which scale fits. If the largest number of its backward pass is
+2**6, a scale of 2**10 overflows in float16, so 2**9 is the largest scale, and the one
+that fits is `MARGIN` bits smaller. This is true of a backward pass that is linear in
+the scale, but not every one is. So if the backward pass computes in float16, the
+gradient also runs at the predicted scale. That run confirms the prediction, or predicts
+another scale to try.
+
+If a result is off, or float32 may choose otherwise, the program runs once more: in
+float32, with its own choices, beside float64. If these two are far apart as well, then
+float32 does not determine the result, and 16 bits are not to blame for it.
 """
 
 from collections.abc import Hashable, Iterable
@@ -37,7 +41,7 @@ class Run(NamedTuple):
 
     scale: float
     loss: Value
-    grads: dict[str, Value]  # the scaled gradients, by the names of the parameters
+    grads: dict[str, Value]  # the scaled gradient of each parameter, by name
     aux: list[Value]  # the floats that the loss function returns beside the loss
     notes: list[Note]  # in the order of execution
 
@@ -48,7 +52,7 @@ class Run(NamedTuple):
 
     @property
     def by_result(self) -> dict[Hashable, Note]:
-        """The notes by `Note.result`, to look up a result of another run."""
+        """The notes by `Note.result`, a key that finds a result in any run."""
         return {note.result: note for note in self.notes}
 
     @property
@@ -71,10 +75,10 @@ class Fit(NamedTuple):
     """The loss scale that fits, and the run that confirms it."""
 
     run: Run  # at the scale that fits or a larger one; at 1 if no run confirms a scale
-    # None if gradients are finite at no scale, or if the loss, the reference of the
-    # loss or the reference of a gradient is not finite
+    # None if no run has finite gradients, or if the loss is not finite, or if the
+    # reference of the loss or of a gradient is not
     scale: InitialScale | None = None
-    overflow: Note | None = None  # the first to overflow above the largest scale
+    overflow: Note | None = None  # the cause of the first overflow at a larger scale
 
 
 class Runs(NamedTuple):
@@ -83,8 +87,8 @@ class Runs(NamedTuple):
     parameters: dict[str, Array]  # by name
     at_1: Run  # at a loss scale of 1
     fit: Fit
-    # The run in float32, with its own choices, beside float64. It has the loss scale of
-    # `fitting`, and is None if that run left nothing in doubt.
+    # The run in float32, with its own choices, beside float64, at the loss scale of
+    # `fitting`. None if that run left nothing in doubt
     in_float32: Run | None
 
     @property
@@ -117,7 +121,7 @@ def runs_of(gradient: Gradient) -> Runs:
 
 
 def _is_in_doubt(run: Run) -> bool:
-    """Whether a result or a value inside is off, or float32 may choose otherwise."""
+    """Whether a result or a value inside is off, or float32 would choose otherwise."""
     for note in notes_of(run.results.values()):
         if note.error > TOLERANCE or not note.is_reference_finite:
             return True
@@ -129,65 +133,72 @@ def _is_in_doubt(run: Run) -> bool:
 
 
 def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
-    """Finds the scale that fits: predicted from the run at 1, confirmed by further runs."""
+    """Finds the scale that fits.
+
+    The run at 1 predicts it. Further runs confirm it, but only if the backward pass
+    computes in float16.
+    """
     if not at_1.is_reference_finite or not np.isfinite(at_1.loss.pair.actual):
         return Fit(at_1)
     overflow_exponent, overflow = first_overflow(at_1.notes, at_1.scale)
     largest = overflow_exponent - 1
     predicted = largest - MARGIN
-    is_scaled = any(x.is_backward and x.dtype == np.float16 for x in at_1.notes)
-    # In float16, a scale of 1 fits unless a run confirms another.
-    scale = _initial_scale(0, 0) if is_scaled else _initial_scale(predicted, largest)
-    fit = Fit(at_1, scale if at_1.is_finite else None, overflow)
-    return _confirmed(shadow, gradient, fit, predicted) if is_scaled else fit
+    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
+        # If no run at another scale has finite gradients, a scale of 1 is what fits.
+        scale = _initial_scale(0, 0) if at_1.is_finite else None
+        return _confirmed(shadow, gradient, Fit(at_1, scale, overflow), predicted)
+    scale = _initial_scale(predicted, largest) if at_1.is_finite else None
+    return Fit(at_1, scale, overflow)
 
 
 def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
-    """Runs at the predicted scale, and at others until one is confirmed.
+    """Runs at the predicted scale, and then at others until one is confirmed.
 
-    If the backward pass is linear in the scale, the first run confirms the prediction.
-    If it is not, the sizes of numbers in each run predict the next scale to try.
+    A run with finite gradients confirms its scale if it predicts either no overflow at
+    all, or a scale that is at most twice as large. If the backward pass is linear in
+    the scale, the first run confirms the prediction. If it is not, the sizes of the
+    numbers in each run predict the next scale to try.
 
     Args:
       shadow: the gradient, which has run up to its seed.
       gradient: the same gradient.
-      fit: the fit if no run has finite gradients.
+      fit: what to return if no run has finite gradients.
       exponent: the predicted scale is 2**exponent.
 
     Returns:
-      The last fit whose run had finite gradients, after `_TRIES` runs at most.
+      The fit of the last run with finite gradients, after `_TRIES` runs at most.
     """
-    bound = HIGHEST  # scales above 2**bound are known to overflow, or not allowed
+    bound = HIGHEST  # no scale above 2**bound fits: it overflows, or is not allowed
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:
             bound = exponent - 1
             exponent -= 2 * MARGIN
             continue
-        # The sizes of numbers in this run predict the largest scale to the bit.
         overflow_exponent, overflow = first_overflow(run.notes, run.scale)
         largest = max(min(overflow_exponent - 1, bound), exponent)
-        may_overflow = overflow is not None
-        if largest < HIGHEST:  # A larger scale did overflow.
-            overflow = overflow or fit.overflow
         predicted = largest - MARGIN
         scale = _initial_scale(min(exponent, predicted), largest)
+        is_confirmed = overflow is None or predicted <= exponent + 1
+        # What overflowed in an earlier run counts even if this run predicts no overflow.
+        if bound < HIGHEST:
+            overflow = overflow or fit.overflow
         fit = Fit(run, scale, overflow)
-        is_near = predicted <= exponent + 1
-        if is_near or not may_overflow:
+        if is_confirmed:
             break
         exponent = predicted
     return fit
 
 
 def _initial_scale(exponent: int, largest: int) -> InitialScale:
-    """Builds an `InitialScale` from two exponents of 2."""
+    """Builds the `InitialScale` 2**exponent, with 2**largest as the largest scale."""
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """Runs the gradient from the seed on, at a loss scale."""
-    seed = Argument("the loss scale", np.asarray(scale, np.float32), is_seed=True)
+    cotangent = np.asarray(scale, np.float32)
+    seed = Argument("the loss scale", cotangent, is_seed=True)
     (loss, *grads_and_aux), notes = shadow(seed)
     n_grads = len(gradient.parameters)
     grads = dict(zip(gradient.parameters, grads_and_aux[:n_grads], strict=True))

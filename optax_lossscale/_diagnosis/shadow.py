@@ -1,13 +1,13 @@
 """Runs a program on pairs of values and references, and makes a note of each result.
 
 Running a program beside a copy of itself with wider numbers is called *shadow
-execution*. `run_to_seed(program, arguments, widths)` runs the forward pass, up to the
-first piece that reads the seed of the backward pass, and returns a `Shadow`. Each call
-`shadow(seed)` runs the rest with another seed, and returns the results and all notes.
+execution*. `run_to_seed(program, arguments, widths)` runs the forward pass: the pieces
+before the first one that reads the seed of the backward pass. It returns a `Shadow`.
+Each call `shadow(seed)` runs the remaining pieces with another seed, and returns the
+results and all notes, so the forward pass runs once for several seeds.
 
-Pieces without loops are compiled, and the host computes the notes from their results.
 Python runs loops and branches iteration by iteration, so each note has the number of
-its iteration.
+its iteration. Any other piece is compiled, and the host computes notes from its results.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import jax
@@ -24,14 +25,13 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Origin, note_of
-from optax_lossscale._diagnosis.pairs import Widths, pair_of
+from optax_lossscale._diagnosis.pairs import Pair, Widths, pair_of
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
-_PATIENCE = 10.0  # seconds between two lines of progress
-
+_PROGRESS_INTERVAL = 10.0  # the least time between two lines of progress, in seconds
 
 Env = Mapping[Var, Value]
 """The value of each variable of a program that is computed and still needed."""
@@ -42,7 +42,7 @@ class Argument(NamedTuple):
 
     name: str  # its path in the inputs of the loss function, such as `args/0`
     array: Array
-    is_parameter: bool = False  # whether `gradient` differentiates the loss by it
+    is_parameter: bool = False  # whether the gradient is with respect to it
     is_seed: bool = False  # whether it is the seed of the backward pass
 
 
@@ -61,11 +61,11 @@ def run_to_seed(
     *invars, seed = program.invars
     env = runner.constants_of(program)
     env.update(zip(invars, values, strict=True))
-    before_seed = []
-    for piece in program.pieces:
-        if seed in piece.reads:
-            break
-        before_seed.append(piece)
+
+    def is_without_seed(piece):
+        return seed not in piece.reads
+
+    before_seed = list(takewhile(is_without_seed, program.pieces))
     env = runner.run_pieces(before_seed, env)
     remaining = program._replace(pieces=program.pieces[len(before_seed) :])
     return Shadow(remaining, env, runner)
@@ -75,12 +75,12 @@ class Shadow(NamedTuple):
     """A program that has run up to its seed. A call runs the rest for one seed."""
 
     remaining: Program  # the program without the pieces that have run
-    env: Env  # the values that those pieces have computed
-    runner: "_Runner"  # holds the notes of those values
+    env: Env  # the values that the remaining pieces may read
+    runner: "_Runner"  # holds the notes of the pieces that have run
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
         """Returns the results of the program and all notes in the order of execution."""
-        # Each call adds to a copy of the notes of the forward pass.
+        # A copy, so that the notes of one call do not end up in those of the next.
         runner = dataclasses.replace(self.runner, notes=list(self.runner.notes))
         seed_var = self.remaining.invars[-1]
         env = {**self.env, seed_var: _value_of(seed, runner.widths)}
@@ -89,7 +89,7 @@ class Shadow(NamedTuple):
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
-    """Builds the value of an argument of the whole program."""
+    """Pairs an argument with itself, and makes its note, which reads no other."""
     array = argument.array
     pair = pair_of(array, widths)
     figures = pair.figures if is_inexact(array) else Figures(array.size)
@@ -103,14 +103,14 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
 
 
 class _Progress:
-    """Prints a line to stderr if none has been printed for `_PATIENCE` seconds."""
+    """Prints how far a run is to stderr, at most every `_PROGRESS_INTERVAL` seconds."""
 
     def __init__(self):
         self._printed = time.monotonic()
 
     def report(self, source: str, n_results: int) -> None:
         """Prints the number of results and the user's line that the run has reached."""
-        if time.monotonic() - self._printed > _PATIENCE:
+        if time.monotonic() - self._printed > _PROGRESS_INTERVAL:
             self._printed = time.monotonic()
             progress = f"diagnose: {n_results} results, at {source}"
             print(progress, file=sys.stderr, flush=True)
@@ -120,8 +120,9 @@ class _Progress:
 class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
-    The programs inside of a loop or `shard_map` run on a copy with other `rounds` or
-    `devices`, which appends to the same list.
+    The programs inside of a loop or `shard_map` run on a copy of the runner with other
+    `rounds` or `devices`. Its other fields are those of the original, so all notes are
+    in one list, in the order of execution.
     """
 
     widths: Widths
@@ -133,7 +134,7 @@ class _Runner:
     progress: _Progress = dataclasses.field(default_factory=_Progress)
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
-        """Runs a program on values."""
+        """Runs a program on the values of its arguments; returns those of its results."""
         env = self.constants_of(program)
         env.update(zip(program.invars, values, strict=True))
         env = self.run_pieces(program.pieces, env)
@@ -190,36 +191,45 @@ class _Runner:
         params = instruction.eqn.params
         devices = self.devices.inside(instruction.eqn)
         inside = dataclasses.replace(self, devices=devices)
-        results = inside.run(program, map(devices.enter, operands, params["in_specs"]))
+        stacks = map(devices.enter, operands, params["in_specs"])
+        results = inside.run(program, stacks)
         return list(map(devices.exit, results, params["out_specs"]))
 
     def _run_compiled(self, piece: Piece, env: Env) -> Env:
-        """Runs a piece without loops; returns its operands and results."""
+        """Compiles and runs a piece; returns its operands and results."""
         values = {v: env[v] for v in piece.reads}
         inputs = [value.pair for value in values.values()]
-        pairs_of_each = self._compiled_for(piece)(inputs)
-        for instruction, results in zip(piece.instructions, pairs_of_each, strict=True):
+        all_results = self._compiled_for(piece)(inputs)
+        for instruction, results in zip(piece.instructions, all_results, strict=True):
             for position, v in enumerate(instruction.eqn.outvars):
                 pair = results[position]
                 operands = instruction.operands_of(position)
                 reads = notes_of(values[operand] for operand in operands)
-                note = reads[0] if reads else None  # shared, unless it gets its own
-                if position in instruction.noted:
-                    note = note_of(
-                        pair.figures,
-                        instruction.origin,
-                        dtype_in(v),
-                        reads,
-                        self.rounds,
-                        position,
-                    )
-                    self.notes.append(note)
+                note = self._note(instruction, position, pair, reads)
                 values[v] = Value(pair.as_operand, note)
-        self.progress.report(piece.instructions[-1].origin.source, len(self.notes))
+        last = piece.instructions[-1]
+        self.progress.report(last.origin.source, len(self.notes))
         return values
 
+    def _note(
+        self, instruction: Instruction, position: int, pair: Pair, reads: list[Note]
+    ) -> Note | None:
+        """Makes and records the note of a result, or returns the one that it shares."""
+        if position not in instruction.noted:
+            return reads[0] if reads else None
+        note = note_of(
+            pair.figures,
+            instruction.origin,
+            dtype_in(instruction.eqn.outvars[position]),
+            reads,
+            self.rounds,
+            position,
+        )
+        self.notes.append(note)
+        return note
+
     def _compiled_for(self, piece: Piece) -> Callable:
-        """Compiles `pairs.compute` for a piece, once for all pieces that are alike."""
+        """Compiles `pairs.compute` for a piece, once for all pieces with its key."""
         key = (piece.key, self.devices)
         if key not in self.compiled:
             compute = functools.partial(pairs.compute, piece, self.widths)

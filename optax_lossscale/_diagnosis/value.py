@@ -1,7 +1,7 @@
 """The values that a run computes: pairs of arrays, each with a note about its error.
 
-A run stores a `Value` for each variable of the program. `moved_value` builds the values
-that loops and branches slice, stack or select from others.
+A run stores a `Value` for each variable of the program. `moved_value` builds a value
+that a loop or branch slices, stacks or selects from others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +15,11 @@ from optax_lossscale._programs.values import Array, is_inexact
 
 
 class Value(NamedTuple):
-    """A value of the program and its reference, with a note."""
+    """The value of a variable and its reference, with a note."""
 
     pair: Pair
     note: Note | None = None  # None for a constant, which is exact
-    # If a loop stacked the value from its iterations, the note of each row
+    # The note of each row, if a loop stacked the value from its iterations
     row_notes: Sequence[Note | None] = ()
 
     def map(self, function: Callable[[Any], Array]) -> "Value":
@@ -36,7 +36,7 @@ def moved_value(pair: Pair, sources: Iterable[Value]) -> Value:
     """Builds a value from numbers of other values, such as rows joined in a stack.
 
     Floats get a new note, which reads the notes of the sources. Integers and booleans
-    keep the note of the first source.
+    keep the note of the first source that has one.
     """
     reads = notes_of(sources)
     if not reads:

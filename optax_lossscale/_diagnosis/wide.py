@@ -6,8 +6,8 @@ if each parameter that names a narrow dtype is changed to name the wide one:
 `x.astype(bfloat16)` becomes a cast to float32, which rounds nothing. Matrix products
 and convolutions use all digits of the wide dtype.
 
-Some equations are *fixed*, such as a kernel: they may only run in the dtypes that they
-were traced in. Their operands are cast to those dtypes, and their results are widened.
+An equation is *fixed* if it can only run in the dtypes that it was traced in, as a
+kernel does. Its operands are cast to those dtypes, and its results are widened.
 """
 
 import functools
@@ -63,12 +63,13 @@ def in_wide(
     if wide is None:
         return _apply(eqn, operands)
     if runs_no_iterations(eqn):
+        # The carry is returned as it came. To run as traced would round it.
         carried = carried_by(eqn)
         carry = operands[carried.start : carried.stop]
         results = _apply_as_traced(eqn, operands, wide)
         empty_stacks = results[len(carry) :]
         return [*carry, *empty_stacks]
-    # The bits of a number are meant to be those of its own dtype.
+    # What an operation makes of the bits of a number means nothing in another dtype.
     if _is_fixed(eqn) or Trait.OF_BITS in traits(eqn):
         return _apply_as_traced(eqn, operands, wide)
     return _apply_rewritten(eqn, operands, wide)
@@ -77,8 +78,8 @@ def in_wide(
 def stays_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation computes in 16 bits or fewer even in the wide program.
 
-    An operation on the bits of numbers does not count, though it runs as traced: in
-    another dtype, a random number would have other bits, so this is intended.
+    An operation on bits does not count, although it runs as traced, too: the reference
+    is meant to have the same bits, such as those of a random number.
     """
     if not _is_fixed(eqn) or runs_no_iterations(eqn):
         return False
@@ -98,11 +99,11 @@ def runs_no_iterations(eqn: JaxprEqn) -> bool:
 
 
 def _is_fixed(eqn: JaxprEqn) -> bool:
-    """Whether an equation may only run in the dtypes that it was traced in.
+    """Whether an equation can only run in the dtypes that it was traced in.
 
-    This holds for operations that are not in the table, for kernels and callbacks, and
-    for equations that hold a program, which was traced in its dtypes. Scatters are an
-    exception: the `lax` function that applies one traces the held program again.
+    This is true of an operation that is not in the table, of a kernel or a callback, and
+    of an equation that holds a program, whose dtypes are fixed. A scatter is an
+    exception: the `lax` function that applies it traces the held program anew.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
@@ -111,21 +112,21 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
 
 
 def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """The programs in an equation's parameters, whether the equation runs them or not."""
+    """The programs in an equation's parameters, even those that it does not run."""
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     return list(filter(is_program, leaves))
 
 
 def _is_scatter(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scatter, which holds a program that combines two numbers."""
+    """Whether an equation is a scatter, whose program combines an old and a new number."""
     return "update_jaxpr" in eqn.params
 
 
 def _apply(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
     """Applies an equation to arrays that may vary over every axis of the mesh.
 
-    `devices` runs each `shard_map` with `check_vma=False`, in which JAX does not track
-    which axes an array varies over. So `pvary` does nothing here, and
+    The module `devices` runs each `shard_map` with `check_vma=False`, so that JAX does
+    not track the axes over which an array varies. So `pvary` does nothing here, and
     `psum_invariant` is a plain `psum`.
     """
     if Trait.VARIES not in traits(eqn):
@@ -149,7 +150,7 @@ def _apply_rewritten(
 ) -> list[Array]:
     """Applies an equation after replacing the narrow dtypes in its parameters."""
     params = dict(eqn.params)
-    # The wide program leaves out `reduce_precision` of narrow values.
+    # Like a cast to 16 bits, `reduce_precision` of a narrow value rounds nothing here.
     is_rounding = "mantissa_bits" in params
     if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(operands)
@@ -160,7 +161,7 @@ def _apply_rewritten(
             params[name] = wide_dtype(value, wide)
     if not _is_scatter(eqn):
         return _apply(eqn.replace(params=params), operands)
-    # The public function traces the program that the equation held in narrow dtypes.
+    # The function of `lax` traces the program that combines two numbers in wide floats.
     del params["update_jaxpr"], params["update_consts"]
     function = getattr(lax, name_of(eqn).replace("-", "_"))
     return [function(*operands, **params)]
