@@ -70,7 +70,7 @@ class MissingGradients:
             which_are_kept,
             new,
             transform_non_params=lambda _: False,
-            is_leaf=lambda _: True,  # passes a tree of slots whole, with all paths
+            is_leaf=lambda _: True,  # passes each tree of slots as a whole
         )
 
         def select(is_kept, new, old):
