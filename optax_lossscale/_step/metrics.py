@@ -1,8 +1,9 @@
 """Collects the scalars to log about loss scaling, such as the scale and the skips.
 
-Some of them exist for every loss scale, such as `loss_scale` and `skipped_steps`. Loss
-scales and skip rules of different classes also have different state. Each public field
-of it is logged under its own name, which a path in front makes unique if need be.
+Some entries do not depend on the class of the loss scale, such as `loss_scale` and
+`skipped_steps`. The others are the public state of the loss scale and the skip rule,
+under the names of the fields. Two fields may have the same name, and then the second
+gets a longer one, such as `skip_rule/name`.
 """
 
 from typing import Any
@@ -94,7 +95,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 def _add_public_state(scalars: dict[str, jax.Array], parts: dict[str, Any]) -> None:
     """Adds the public state fields of `parts` to `scalars`, except for the scale itself.
 
-    If the name of a field is in use, the name of its part comes in front of it.
+    If the name of a field is in use, the field gets the name of its part in front.
     """
     for path, x in jax.tree.leaves_with_path(parts):
         full_name = path_name(path)
