@@ -56,9 +56,9 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
       ValueError: if `loss_scale` is not a loss scale; if it is a state that
-        `get_loss_scale` rejects, such as one that holds no loss scale or several; if it
-        is a stack of states; or if another transformation in it comes after
-        `with_master_weights`.
+        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
+        its loss scale is a stack of several models' scales; or if another
+        transformation in it comes after `with_master_weights`.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
@@ -145,9 +145,9 @@ def value_and_scaled_grad(
         integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
         with `nnx` and `scale_gradient`.
       ValueError: if `loss_scale` is not a loss scale; if it is a state that
-        `get_loss_scale` rejects, such as one that holds no loss scale or several; if it
-        is a stack of states; or if another transformation in it comes after
-        `with_master_weights`.
+        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
+        its loss scale is a stack of several models' scales; or if another
+        transformation in it comes after `with_master_weights`.
       ValueError: if `argnums` name an argument twice; when called, also if a negative
         number names an argument again.
       ValueError: if `grad_dtype` contains a dtype that is not floating-point; when
