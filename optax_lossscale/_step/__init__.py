@@ -8,6 +8,6 @@ scale, and `with_loss_scale` in `wrapper.py` wraps an Optax optimizer that accep
 A few words have one meaning in all of these files. The *inner* optimizer is the one
 that `with_loss_scale` wraps. Gradients are *scaled* until they are divided by the loss
 scale, then *unscaled*. A step is *finite* if its gradients and its loss contain no NaN
-and no infinity, and with a skip rule, if the gradient norm is finite, too. A step is
+and no infinity. With a skip rule, the gradient norm must be finite as well. A step is
 *applied* if the inner optimizer may change the parameters, and otherwise *skipped*.
 """

@@ -10,10 +10,12 @@ every step, and a select keeps either its results or the old values::
 
 A conditional saves the work of a skipped step. But skipped steps are rare, so memory
 traffic matters more. On CPU, a conditional computes its results in place. On GPU, the
-compiler gives the results separate buffers and copies them afterwards; on TPU, it does
-so with the updates that `update` returns. A select needs no copy, because it is fused
-into the kernel that computes the result. All claims about GPU and TPU, here and in
-comments of other files, come from reading compiled programs, not from timing them.
+compiler puts them into separate buffers, and copies them from there. On TPU, it does
+the same with the updates that `update` returns. A select needs no copy, because it is
+fused into the kernel that computes the result.
+
+Everything that is said about GPU and TPU, here and in comments of other files, comes
+from reading compiled programs, not from timing them.
 """
 
 from functools import partial
@@ -43,8 +45,9 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """Applies or skips a step; returns new parameters or updates, and the inner state.
 
-    Outside `jit`, the value of `should_apply` is known. Then an applied step only runs
-    `update`, and a skipped step does not run it, unless `branch="select"`.
+    Outside `jit`, `should_apply` is concrete, that is, its value is known. Then an
+    applied step only runs `update`, and a skipped step does not run it, unless
+    `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.
@@ -56,9 +59,9 @@ def apply_or_skip(
         for: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
-    is_known = not is_traced(should_apply)
+    is_concrete = not is_traced(should_apply)
     # A compiled step calls this in several branches, and `jit` traces it only once.
-    run_inner = update.apply if is_known else jax.jit(update.apply)
+    run_inner = update.apply if is_concrete else jax.jit(update.apply)
 
     def apply(scaled, state):
         # Unscaling the gradients a second time is fused with the inner update. That is
@@ -83,14 +86,14 @@ def apply_or_skip(
         select = partial(lax.select, flag)
         return jax.tree.map(select, results, skip(scaled, state))
 
-    if is_known and should_apply:
+    if is_concrete and should_apply:
         return apply(*operands)
-    if is_known and branch != "select":
+    if branch == "select":
+        return by_select(should_apply, *operands)
+    if is_concrete:
         # Copies, because callers may donate what a step returns. A `lax.cond` would be
         # compiled again at every step, and stay in JAX's cache.
         return jax.tree.map(jnp.copy, skip(*operands))
-    if branch == "select":
-        return by_select(should_apply, *operands)
     if branch == "cond":
         return by_cond(should_apply, *operands)
     return lax.platform_dependent(

@@ -8,7 +8,7 @@ A step is applied if all of these hold:
 4. With a skip rule, the gradient norm is finite in float32, that is, below 2**64, and
    the rule does not judge the step to be a spike.
 
-The answers to 1, 2 and 3 are `Flag`s, because each may be left unchecked. The rule is
+Each of the first three may be left unchecked, so their results are `Flag`s. The rule is
 asked last.
 
 All replicas must decide alike, or their parameters would diverge. So with an
@@ -55,9 +55,9 @@ def decide_step(
     `new_state` is the state after the step, except that it still holds the old inner
     state.
 
-    The loss scale does not adapt if the loss is not finite, or if the rule skips the
-    step. Another scale would not have helped, and a skipped step should not count
-    towards the growth of the scale.
+    The loss scale does not adapt if the loss is not finite, if finite gradients have a
+    norm of 2**64 or more, or if the rule skips the step. Another scale would not have
+    helped, and a skipped step should not count towards the growth of the scale.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
@@ -78,8 +78,8 @@ def decide_step(
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _ask_rule(rule, norm, value, passed, axis_name)
-        is_skipped_by_rule = passed & ~should_apply
-        scale_adapts = loss_finite & ~is_skipped_by_rule
+        skipped_though_passed = passed & ~should_apply
+        scale_adapts = loss_finite & ~skipped_though_passed
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
     new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
@@ -91,9 +91,9 @@ def _check_gradients(
 ) -> tuple[Any, Flag]:
     """Returns the norm of the gradients, and whether they are finite on all replicas.
 
-    Only a skip rule needs the norm; without a rule, it is None. The gradients are not
-    checked if nothing depends on the answer, or if the loss scale's `update` checks
-    them itself.
+    A skip rule needs the norm, which is computed together with the check. Without a
+    rule, the norm is None, and the gradients are only checked if something depends on
+    the answer, and if the loss scale's `update` does not check them itself.
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
@@ -112,8 +112,8 @@ def _adapt(
 ) -> tuple[LossScale, Flag]:
     """Returns the next loss scale, and whether this one allows the step.
 
-    A loss scale that inherits `update` only needs `grads_finite`. So its `adjust` is
-    called instead, and the gradients are not checked twice.
+    The inherited `update` would check the gradients again, only to pass the answer to
+    `adjust`. So `adjust` is called directly, with `grads_finite`.
     """
     if _inherits_update(loss_scale):
         new = loss_scale.adjust(grads_finite)
@@ -139,28 +139,27 @@ def _ask_rule(
     """Returns the next skip rule, and whether to apply the step.
 
     `passed` is whether the step passed all other checks. The rule is asked at every
-    step, which is cheaper than a branch. If the step is not finite, its answer and its
-    new state are discarded, and only its `gradient_norm` changes, to infinity.
+    step, which is cheaper than a branch. If the step failed a check, or if its norm or
+    loss is not finite, then the rule's answer and its new state are discarded, except
+    that its `gradient_norm` becomes infinite.
     """
-    is_finite = passed & jnp.isfinite(norm)
+    may_apply = passed & jnp.isfinite(norm)
     if value is not None:
         value = across(lax.pmean, value.astype(jnp.float32), axis_name)
-        is_finite = is_finite & jnp.isfinite(value)
+        may_apply = may_apply & jnp.isfinite(value)
     updated, allows = rule.update(norm, value)
     not_updated = rule.replace(gradient_norm=jnp.inf)
-    return choose(is_finite, updated, not_updated), is_finite & allows
+    return choose(may_apply, updated, not_updated), may_apply & allows
 
 
 def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
     """Counts one more step, applied or skipped."""
-    skipped = state.skipped_steps
-    skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
-    in_a_row = state.consecutive_skipped_steps
-    in_a_row = jnp.where(should_apply, 0, optax.safe_increment(in_a_row))
+    one_more = optax.safe_increment(state.skipped_steps)
+    one_more_in_a_row = optax.safe_increment(state.consecutive_skipped_steps)
     return state._replace(
         should_apply=should_apply,
-        skipped_steps=skipped,
-        consecutive_skipped_steps=in_a_row,
+        skipped_steps=jnp.where(should_apply, state.skipped_steps, one_more),
+        consecutive_skipped_steps=jnp.where(should_apply, 0, one_more_in_a_row),
     )
 
 
@@ -168,13 +167,13 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     """Raises if replicas that share a state could decide differently.
 
     Under `shard_map`, JAX tracks the axes along which a value varies. Replicas could
-    differ if `should_apply` varies along an axis along which the state does not. With
-    `check_vma=False`, JAX does not track this, and nothing is raised.
+    decide differently if `should_apply` varies along an axis, and the state does not.
+    With `check_vma=False`, JAX does not track the axes, and nothing is raised.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state
     if axes_apart:
-        name, *_ = sorted(map(repr, axes_apart))
+        name = min(map(repr, axes_apart))
         raise ValueError(
             f"the replicas along the axis {name} of a shard_map share their state, and "
             "would each decide alone whether to apply the step, by gradients or a "

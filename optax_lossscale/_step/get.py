@@ -1,8 +1,9 @@
 """Finds the loss scale that an argument describes, or that a state holds.
 
-`get` accepts what users pass to `with_loss_scale`: a word such as `"dynamic"`, a number
-or a config. `get_loss_scale` finds the loss scale in an optimizer state. `resolve`
-accepts both, for functions such as `value_and_scaled_grad`::
+`get` accepts an *identifier*, which users pass to `with_loss_scale`: a word such as
+`"dynamic"`, a number, a config or a `LossScale`. `get_loss_scale` finds the loss scale
+in an optimizer state. `resolve` accepts an identifier or a state, for functions such as
+`value_and_scaled_grad`::
 
     value_and_scaled_grad(loss_fn, 1024)
     value_and_scaled_grad(loss_fn, state)
@@ -25,7 +26,10 @@ from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.nesting import check_nothing_around, check_nothing_follows
+from optax_lossscale._step.nesting import (
+    check_master_weights_are_last,
+    check_wrappers_are_inside,
+)
 from optax_lossscale._step.state import check_no_stack, loss_scales_in
 
 LossScaleLike = (
@@ -34,7 +38,8 @@ LossScaleLike = (
 
 _REMEDY_FOR_SEVERAL = (
     "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
-    "once. To use testing on a step with several states, make it a function of one."
+    "once. To use testing on a step with several states, make it a function of one of "
+    "them."
 )
 
 
@@ -76,7 +81,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
-        # `case "dynamic"` would also match an array of this string: they compare equal.
+        # `case "dynamic"` would also match a NumPy array that holds this string.
         case str() if identifier == "dynamic":
             return DynamicLossScale()
         case str() if identifier == "headroom":
@@ -133,7 +138,7 @@ def get_loss_scale(state: Any) -> LossScale:
             f"expected exactly one loss scale in the state, found {len(loss_scales)} "
             f"in a {type(state).__name__}. {remedy}"
         )
-    check_nothing_around(state)
+    check_wrappers_are_inside(state)
     return without_variables(loss_scales[0])
 
 
@@ -159,14 +164,22 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only scale by it, so how it would adapt does not matter.
+        # The number does not say how the scale adapts, but callers only scale by it.
         return DynamicLossScale().replace(loss_scale=loss_scale)
-    match loss_scale:  # a dict may be a config, or part of a state
-        case None | {"preset": str()} | {"class_name": str(), "config": _}:
-            return get(loss_scale)
-    if jax.tree_util.all_leaves([loss_scale]):
+    if _is_identifier(loss_scale):
         return get(loss_scale)
-    check_nothing_follows(loss_scale)
+    check_master_weights_are_last(loss_scale)
     found = get_loss_scale(loss_scale)
     check_no_stack(found.loss_scale)
     return found
+
+
+def _is_identifier(x: Any) -> bool:
+    """Whether this is something for `get`: None, a config, or anything but a tree.
+
+    A state may also be a dict, so a config is recognized by its keys.
+    """
+    match x:
+        case None | {"preset": str()} | {"class_name": str(), "config": _}:
+            return True
+    return jax.tree_util.all_leaves([x])

@@ -44,9 +44,9 @@ def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
 def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """Casts a leaf to a dtype if it is a wider float, and if the dtype is not None.
 
-    If the leaf is a float of the same width but another dtype, raises a `ValueError`:
-    JAX promotes float16 and bfloat16 together to float32, so the model would compute in
-    float32.
+    Raises a `ValueError` if the leaf is a float of the same width but another dtype,
+    such as bfloat16 instead of float16. JAX promotes these two together to float32, so
+    the model would compute in float32.
     """
     if dtype is None or not is_inexact_leaf(x) or jnp.iscomplexobj(x):
         return x
@@ -63,7 +63,10 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:
-    """Raises unless `grad_dtype` is a function or a tree of floating-point dtypes."""
+    """Raises a `ValueError` unless this is a function or a tree of float dtypes.
+
+    The dtypes that a function returns are checked once it has been called.
+    """
     if _is_function(grad_dtype):
         return
     for leaf in jax.tree.leaves(grad_dtype):

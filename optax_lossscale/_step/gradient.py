@@ -49,15 +49,16 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         exactly one loss scale. No gradient flows into it.
 
     Returns:
-      The unchanged loss, shape (), in float32 or wider. But backpropagation begins with
-      the loss scale in the dtype of the loss itself, and float16 may be too narrow for
-      it.
+      The unchanged loss, shape (), in float32 or wider. If the loss is narrower than
+      that, backpropagation begins by casting the loss scale to the dtype of the loss,
+      and float16 may be too narrow for it.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` is not a loss scale; if it is a state that holds no
-        loss scale or several, or a state in which another transformation comes after
-        `with_master_weights`.
+      ValueError: if `loss_scale` is not a loss scale; if it is a state that
+        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
+        its loss scale is a stack of several models' scales; or if another
+        transformation in it comes after `with_master_weights`.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
@@ -84,7 +85,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
 @jax.custom_jvp
 def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
-    """Returns the loss; its derivative is the loss scale instead of 1."""
+    """Returns the loss, with the loss scale instead of 1 as its derivative."""
     return loss
 
 
@@ -137,15 +138,16 @@ def value_and_scaled_grad(
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
-      TypeError: if `fun` is not a function, or `argnums` are not ints.
+      TypeError: if `fun` is not a function, or if `argnums` are not ints, or empty.
       TypeError: when called, if the loss is not a real floating-point scalar, or if
         `has_aux` is set and `fun` does not return a pair.
       TypeError: when called, if a differentiated argument is not a tree of arrays, has
         integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
         with `nnx` and `scale_gradient`.
-      ValueError: if `loss_scale` is not a loss scale; if it is a state that holds no
-        loss scale or several, or a state in which another transformation comes after
-        `with_master_weights`.
+      ValueError: if `loss_scale` is not a loss scale; if it is a state that
+        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
+        its loss scale is a stack of several models' scales; or if another
+        transformation in it comes after `with_master_weights`.
       ValueError: if `argnums` name an argument twice; when called, also if a negative
         number names an argument again.
       ValueError: if `grad_dtype` contains a dtype that is not floating-point; when
@@ -169,8 +171,8 @@ def value_and_scaled_grad(
     if not positions:
         raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
-    def scaled_fun(*args, **kw):
-        returned = fun(*args, **kw)
+    def scaled_fun(*args, **fun_kwargs):
+        returned = fun(*args, **fun_kwargs)
         loss = loss_of(returned, has_aux)
         check_scalar("the loss", loss)
         warn_of_float16(loss, loss_scale)
@@ -181,40 +183,52 @@ def value_and_scaled_grad(
     )
 
     @functools.wraps(fun)
-    def value_and_scaled_grad_fn(*args, **kw):
+    def value_and_scaled_grad_fn(*args, **fun_kwargs):
         are_in_range = all(-len(args) <= n < len(args) for n in positions)
         if are_in_range:  # otherwise, JAX raises an error
-            args = _check_and_cast(args, argnums, grad_dtype)
-        (_, returned), scaled_grads = scaled_value_and_grad(*args, **kw)
+            differentiated = _differentiated(args, argnums)
+            _check_no_modules(differentiated)
+            check_arrays("what is differentiated", differentiated)
+            if grad_dtype is not None:
+                cast = cast_to_grad_dtype(grad_dtype, differentiated)
+                args = _with_differentiated(args, argnums, cast)
+        (_, returned), scaled_grads = scaled_value_and_grad(*args, **fun_kwargs)
         return returned, scaled_grads
 
     return value_and_scaled_grad_fn
 
 
-def _check_and_cast(
-    args: tuple[Any, ...], argnums: int | Sequence[int], grad_dtype: GradDtype | None
-) -> Sequence[Any]:
-    """Checks the differentiated arguments, and casts them to `grad_dtype`."""
-    positions = validation.argnums_tuple(argnums)
-    if len({n % len(args) for n in positions}) < len(positions):
+def _differentiated(args: Sequence[Any], argnums: int | Sequence[int]) -> Any:
+    """Returns the argument that `argnums` names, or a tuple if it is a sequence.
+
+    Raises a `ValueError` if a negative number names an argument again.
+    """
+    if not isinstance(argnums, Sequence):
+        return args[argnums]
+    if len({n % len(args) for n in argnums}) < len(argnums):
         raise ValueError(f"argnums must name each argument once, got {argnums}")
-    operands = [args[n] for n in positions]
-    is_single = not isinstance(argnums, Sequence)
-    differentiated = operands[0] if is_single else tuple(operands)
-    _check_no_modules(differentiated)
-    check_arrays("what is differentiated", differentiated)
-    if grad_dtype is None:
-        return args
-    cast = cast_to_grad_dtype(grad_dtype, differentiated)
-    cast_operands = [cast] if is_single else cast
+    return tuple(args[n] for n in argnums)
+
+
+def _with_differentiated(
+    args: Sequence[Any], argnums: int | Sequence[int], new: Any
+) -> Sequence[Any]:
+    """Returns `args` with new values for what `_differentiated` returns."""
     new_args = list(args)
-    for n, operand in zip(positions, cast_operands, strict=True):
-        new_args[n] = operand
+    if isinstance(argnums, Sequence):
+        for n, arg in zip(argnums, new, strict=True):
+            new_args[n] = arg
+    else:
+        new_args[argnums] = new
     return new_args
 
 
 def _check_no_modules(tree: Any) -> None:
-    """Raises for an `nnx.Module`, because only its parameters can be differentiated."""
+    """Raises a `TypeError` if a tree holds an `nnx.Module`.
+
+    Only the parameters of a module can be differentiated, and `jax.grad` would lose its
+    batch statistics and random streams.
+    """
     modules = find_nodes(is_module, tree)
     if modules:
         raise TypeError(

@@ -2,8 +2,8 @@
 
 `prepare` checks that they fit each other, and returns them as a `StepInputs`, with
 zeros for missing gradients. The gradients are still scaled. The rest of the step
-unscales the gradients that the `mask` keeps, and checks that they are finite. Excluded
-gradients are neither unscaled nor checked.
+unscales those that the `mask` keeps, and checks that they are finite. The others are
+*excluded*: they are neither unscaled nor checked.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class StepInputs:
     missing: MissingGradients = dataclasses.field(metadata={"static": True})
 
     def kept_grads(self) -> Any:
-        """Returns the gradients that the mask keeps; without a mask, all of them.
+        """Returns the gradients that the mask keeps; without a mask, the whole tree.
 
         With a mask, the result is a flat list with None for each excluded gradient. It
         is not a tree, because a custom pytree node may not accept None as a child.
@@ -62,19 +62,19 @@ class StepInputs:
         """Returns a copy with unscaled gradients, in float32 or wider."""
         # A compiled step unscales in several branches, and `jit` traces it only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return self._with_kept(unscale(loss_scale, self.kept_grads()))
+        return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy with zeros in place of NaN and infinities, also in the loss."""
-        # Whether a number is replaced depends on that number alone, not on the check.
-        # So XLA can compute the norm for a clip in `inner` in the same pass as the
-        # check.
+        # Whether a number is replaced depends on that number alone, and not on the
+        # check of all of them. So a norm that `inner` computes for a clip need not wait
+        # for the check, and XLA can compute both in the same pass.
         grads_and_value = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, grads_and_value)
-        return dataclasses.replace(self._with_kept(grads), value=value)
+        return dataclasses.replace(self._with_kept_grads(grads), value=value)
 
-    def _with_kept(self, new_grads: Any) -> Self:
-        """Returns a copy with new values for the gradients that the mask keeps.
+    def _with_kept_grads(self, new_grads: Any) -> Self:
+        """Returns a copy in which `new_grads` replace the result of `kept_grads`.
 
         Excluded gradients are converted to float32 if they are narrower.
         """
@@ -138,11 +138,11 @@ def _zero_unless_finite(x: Any) -> Any:
 
 
 def _check_fit(grads: Any, params: Any) -> None:
-    """Raises unless each gradient fits its parameter.
+    """Raises a `ValueError` unless each gradient fits its parameter.
 
     A gradient must have the shape of its parameter, and must be floating-point if the
-    parameter is. Additional leading axes are allowed, because some inner
-    transformations expect a gradient for each example of a batch.
+    parameter is. It may have further axes in front, because some inner transformations
+    expect a gradient for each example of a batch.
     """
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
     for (path, param), grad in pairs:

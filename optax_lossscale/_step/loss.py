@@ -1,9 +1,10 @@
 """Checks of a loss function, and of the loss that it returns.
 
 A loss function returns the loss, a real scalar, or with `has_aux=True` a pair
-`(loss, aux)`. These functions report the usual mistakes in such terms, before JAX
-reports them in its own: a loss that is still an array, a pair without `has_aux`, or a
-keyword that both the loss function and its caller claim.
+`(loss, aux)`. These functions catch the usual mistakes: a loss that is still an array,
+a pair without `has_aux`, a float16 loss, or a keyword that never reaches the loss
+function. JAX would report some of them in less familiar terms, and the others not at
+all.
 """
 
 import inspect
@@ -53,8 +54,8 @@ def warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     highest = getattr(loss_scale, "max_scale", None)
     if isinstance(loss_scale, FixedLossScale):
         highest = loss_scale.initial_scale
-    is_low = highest is not None and highest < _INFINITE_IN_FLOAT16
-    if getattr(loss, "dtype", None) == jnp.float16 and not is_low:
+    may_be_infinite = highest is None or highest >= _INFINITE_IN_FLOAT16
+    if may_be_infinite and getattr(loss, "dtype", None) == jnp.float16:
         warn(
             "the loss is float16, where a loss scale is infinite from "
             f"{_INFINITE_IN_FLOAT16} on. Compute the loss in float32: "
@@ -62,22 +63,26 @@ def warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
         )
 
 
-def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
-    """Raises if one of our keywords is also the name of a parameter of `fun`.
+def check_keywords(
+    fun: Callable[..., Any], reserved: Sequence[str], args: tuple
+) -> None:
+    """Raises a `TypeError` if a parameter of `fun` has a reserved name.
 
-    For example, `minimize(loss_fn, …, has_aux=True)` never passes `has_aux` to
-    `loss_fn`. If `loss_fn` has a parameter of that name, the caller may have meant it,
-    but it would silently keep its default. There is no doubt, and no error, if the
-    parameter has a value from `args`, the positional arguments that `fun` will be
-    called with, or from a `functools.partial`.
+    The `reserved` names are keywords that `minimize`, or whatever calls `fun`, takes
+    for itself: `minimize(loss_fn, …, has_aux=True)` never passes `has_aux` to
+    `loss_fn`. If `loss_fn` has a parameter of that name, the user may have meant that
+    parameter, but it would silently keep its default.
+
+    There is no doubt, and no error, if the parameter has a value from `args`, the
+    positional arguments that `fun` will be called with, or from a `functools.partial`.
     """
     try:
         signature = inspect.signature(fun)
-        bound = {*signature.bind_partial(*args).arguments}
+        bound = set(signature.bind_partial(*args).arguments)
     except (TypeError, ValueError):  # no signature, or args do not fit: the call fails
         return
     bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
-    for name in ours:
+    for name in reserved:
         if name in signature.parameters and name not in bound:
             raise TypeError(
                 f"{name} is an argument of this call, and one of the function's own, "

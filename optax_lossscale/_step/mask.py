@@ -45,7 +45,7 @@ def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:
 
 
 def check_mask(mask: Mask | None) -> None:
-    """Raises unless `mask` is None, a function, or a tree of bools."""
+    """Raises a `ValueError` unless `mask` is None, a function, or a tree of bools."""
     if is_function(mask):
         return
     for leaf in jax.tree.leaves(mask):

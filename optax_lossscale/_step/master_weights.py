@@ -36,9 +36,9 @@ def with_master_weights(
 
     Most updates are smaller than half the distance from a parameter to the next 16-bit
     number, so adding them to the parameter would change nothing. Therefore the state
-    stores the bits that the parameters lack to be float32 numbers. `inner` updates the
-    float32 numbers, and the returned updates lead from the parameters to the rounded
-    results::
+    stores a *remainder*, which is what a 16-bit parameter lacks to be a float32 number.
+    `inner` updates the float32 numbers, and the returned updates lead from the
+    parameters to the rounded results::
 
         weights = join(params, remainder)
         new_params, remainder = split(weights + inner's updates)
@@ -57,12 +57,12 @@ def with_master_weights(
 
     *Nothing may come after it* and change its updates, because that would change where
     the parameters end up. Pass it the whole optimizer,
-    `with_loss_scale(with_master_weights(optax.chain(…)))`. Any other order raises an
-    error, in the `init` of `with_loss_scale` around it, and in `value_and_scaled_grad`
-    of such a state. But if one of your own transformations changes its updates, that
-    cannot be detected, and the further bits are lost at each step.
-    `testing.assert_scale_invariant` detects it for float16 parameters, but not for
-    bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
+    `with_loss_scale(with_master_weights(optax.chain(…)))`. If one of Optax's
+    transformations comes after it, the `init` of `with_loss_scale` around it raises an
+    error, and so does `value_and_scaled_grad` of such a state. But if one of your own
+    changes its updates, that may go undetected, and the further bits are lost at each
+    step. `testing.assert_scale_invariant` detects it for float16 parameters, but not
+    for bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
     parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training"
@@ -125,6 +125,7 @@ def with_master_weights(
         inner_updates, inner_state = inner_tx.update(
             wide_grads, state.inner_state, weights, **extra_args
         )
+        # A tree like `params`, with a pair in place of each parameter
         pairs = jax.tree.map(
             _update_and_remainder, params, state.master_weights, weights, inner_updates
         )
@@ -138,7 +139,7 @@ def with_master_weights(
 
 
 def _check_arguments(state: Any, params: Any) -> None:
-    """Raises unless `update` is called with a state of its own `init`, and parameters."""
+    """Raises unless `update` has received a `MasterWeightsState` and parameters."""
     if not is_master_weights_state(state):
         raise TypeError(
             "the state of with_master_weights must be the MasterWeightsState that its "

@@ -49,9 +49,9 @@ class MasterWeightsState(NamedTuple):
 
         Returns:
           A tree like `params`, with the float32 numbers in place of 16-bit parameters.
-          If a parameter was changed after the last step, its new value counts: exactly
-          for float16; for bfloat16 to within half of its last place, because the old
-          further bits are added to it.
+          If a parameter was changed after the last step, its new value counts. For
+          float16, it is returned exactly. To a bfloat16 value, the old further bits are
+          added, which change it by at most half of its last place.
         """
 
         def weight(param, remainder):
@@ -77,24 +77,25 @@ def initial_remainder(param: Any) -> Any:
 def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
     """Adds the remainders of 16-bit parameters to an inner state.
 
-    The inner optimizer's `init` made `state` for the parameters in float32, which have
-    no remainders. So `init` is called again, for `params` in their own dtypes, and each
-    `MasterWeightsState` is replaced by the new one. If there is none, the state is
-    returned unchanged.
+    `init` is the inner optimizer's. It made `state` for the parameters in float32,
+    which have no remainders. So it is called again, for `params` in their own dtypes,
+    and each `MasterWeightsState` is replaced by the new one. If there is none, the
+    state is returned unchanged.
     """
     if not find_nodes(is_master_weights_state, state):
         return state
 
-    def own_or_float32(for_params, for_float32):
-        return for_params if is_master_weights_state(for_params) else for_float32
+    def replace(new, old):
+        return new if is_master_weights_state(new) else old
 
-    return jax.tree.map(
-        own_or_float32, init(params), state, is_leaf=is_master_weights_state
-    )
+    return jax.tree.map(replace, init(params), state, is_leaf=is_master_weights_state)
 
 
 def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
-    """Raises unless `state` has the same kinds of remainders as `init(params)`."""
+    """Raises a `ValueError` unless the remainders in `state` fit the parameters.
+
+    They must have the paths, shapes and dtypes of those in `init(params)`.
+    """
     master_states = find_nodes(is_master_weights_state, state)
     if not master_states:
         return

@@ -1,4 +1,10 @@
-"""Collects the scalars to log about loss scaling, such as the scale and the skips."""
+"""Collects the scalars to log about loss scaling, such as the scale and the skips.
+
+Some entries do not depend on the class of the loss scale, such as `loss_scale` and
+`skipped_steps`. The others are the public state of the loss scale and the skip rule,
+under the names of the fields. Two fields may have the same name, and then the second
+gets a longer one, such as `skip_rule/name`.
+"""
 
 from typing import Any
 
@@ -23,9 +29,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         entries of the loss scale.
 
     Returns:
-      Scalars, shape (), by name. State fields of your own classes keep their shape. For
-      a stack of several models' states, all entries have the axes of the stack in
-      addition.
+      Scalars, shape (), by name. State fields of your own classes keep their shape. If
+      the state is a stack of several models' states, all entries also have the axes of
+      the stack.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether, at the last step that the scale adapted to, gradients
@@ -45,7 +51,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       is called `loss_scale/name` or `skip_rule/name`.
 
     Raises:
-      ValueError: if the state holds no loss scale, or several.
+      ValueError: if `get_loss_scale` rejects the state, such as one that holds no loss
+        scale, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -81,15 +88,21 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         rule = wrapper_state.skip_rule
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
             scalars[name] = getattr(wrapper_state, name)
-    parts = {"loss_scale": loss_scale, "skip_rule": rule}
+    _add_public_state(scalars, {"loss_scale": loss_scale, "skip_rule": rule})
+    return scalars
+
+
+def _add_public_state(scalars: dict[str, jax.Array], parts: dict[str, Any]) -> None:
+    """Adds the public state fields of `parts` to `scalars`, except for the scale itself.
+
+    If the name of a field is in use, the field gets the name of its part in front.
+    """
     for path, x in jax.tree.leaves_with_path(parts):
-        name = path_name(path[1:])
         full_name = path_name(path)
-        is_the_scale = full_name == "loss_scale/loss_scale"  # added above
-        if name.startswith("_") or is_the_scale:
+        name = path_name(path[1:])
+        if name.startswith("_") or full_name == "loss_scale/loss_scale":
             continue
         scalars[full_name if name in scalars else name] = x
-    return scalars
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
@@ -106,7 +119,7 @@ def _loss_scale_scalars(
 
 @jax.jit
 def _blank(loss_scale: LossScale) -> LossScale:
-    """Resets a loss scale to its initial scale, and its other state to zeros."""
+    """Returns a loss scale with its initial scale, and with zeros for other state."""
     initial = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
     zeros = jax.tree.map(jnp.zeros_like, loss_scale)
     return zeros.replace(loss_scale=initial)

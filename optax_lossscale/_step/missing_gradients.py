@@ -4,8 +4,9 @@ A gradient is missing if it is None, or a float0 array, which is JAX's gradient 
 integer. The inner optimizer expects a gradient for every parameter, so `fill_missing`
 puts zeros in place of missing ones. But an optimizer with weight decay or momentum may
 move a parameter even if its gradient is zero. So `MissingGradients` remembers which
-gradients were missing. After the inner update, it drops the updates of their parameters
-(`map_updates`), and restores their slots in the inner state (`keep_slots`).
+gradients were missing. After the inner update, the updates of their parameters are
+dropped (`map_updates`), and their slots in the inner state, such as Adam's moments, are
+restored (`keep_slots`).
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ class MissingGradients:
     paths: frozenset[Any]  # of leaves, and of whole branches
 
     def __contains__(self, path: Any) -> bool:
-        """Whether the gradient at a path, or a branch that contains it, is missing."""
+        """Whether the gradient at a path is missing, alone or with a whole branch."""
         return any(path[:length] in self.paths for length in range(len(path) + 1))
 
     def map_updates(
@@ -45,15 +46,13 @@ class MissingGradients:
         is_pair = isinstance(params, optax.LookaheadParams)
 
         def mapped(path, param, update):
-            path_of_grad = path[1:] if is_pair else path
-            if path_of_grad in self:
-                update = None
-            return function(param, update)
+            grad_path = path[1:] if is_pair else path
+            return function(param, None if grad_path in self else update)
 
         return jax.tree.map_with_path(mapped, params, updates)
 
     def keep_slots(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
-        """Returns the new inner state, but keeps the old slots where gradients are missing.
+        """Returns the new inner state, but with old slots where gradients are missing.
 
         Slots are the arrays that the inner state holds for each parameter, such as
         Adam's moments. Optax finds them by calling `init`, the inner optimizer's.
@@ -61,23 +60,23 @@ class MissingGradients:
         if not self.paths:
             return new
 
-        def are_kept(slots):
+        def which_are_kept(slots):
             # Slots are matched to parameters by path, not leaf by leaf, because a slot
             # may be a tree itself (in SM3) or missing (under a mask).
             return jax.tree.map_with_path(lambda path, _: path in self, slots)
 
-        is_kept = optax.tree.map_params(
+        kept = optax.tree.map_params(
             init,
-            are_kept,
+            which_are_kept,
             new,
             transform_non_params=lambda _: False,
-            is_leaf=lambda _: True,
+            is_leaf=lambda _: True,  # passes each tree of slots as a whole
         )
 
         def select(is_kept, new, old):
             return old if is_kept else new
 
-        return jax.tree.map(select, is_kept, new, old)
+        return jax.tree.map(select, kept, new, old)
 
 
 def fill_missing(grads: Any, params: Any) -> tuple[Any, MissingGradients]:

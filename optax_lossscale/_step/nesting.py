@@ -1,16 +1,19 @@
 """Rejects combinations of Optax transformations that would silently do harm.
 
-Two kinds are rejected. The four wrappers in `_BELONG_INSIDE` must not be around
-`with_loss_scale`: `optax.MultiSteps(with_loss_scale(…), 4)`, for example, would sum
-scaled gradients. And nothing may change the updates of `with_master_weights`.
+Two kinds are rejected:
+
+- One of the four wrappers in `_BELONG_INSIDE` around `with_loss_scale`. For example,
+  `optax.MultiSteps(with_loss_scale(…), 4)` would sum scaled gradients.
+- A transformation that changes the updates of `with_master_weights`.
 
 Other combinations can do harm, too, but are allowed. Before `with_loss_scale` in a
 chain, a transformation that sums gradients keeps the NaN of an overflow. After it, a
 transformation may move parameters at a skipped step.
 
-An optimizer is a pair of functions, which do not show what it consists of, but the
-nesting of its state does. The state classes of Optax are recognized by name, and not
-imported, so that this package works with versions of Optax that have moved one of them.
+An optimizer is a pair of functions, which do not show what it consists of. But its
+state does: the state of a transformation holds the states of those inside it. Optax's
+classes of states are recognized by name, and not imported, so that this package works
+with versions of Optax that have moved one of them.
 """
 
 from collections import OrderedDict
@@ -58,11 +61,14 @@ def name_in_optax(state: Any) -> str | None:
     return cls.__name__ if cls.__module__.split(".")[0] == "optax" else None
 
 
-def check_nothing_around(state: Any) -> None:
-    """Raises if a wrapper in `_BELONG_INSIDE` is around `with_loss_scale`."""
-    around = find_nodes(_is_around, state)
-    if around:
-        name, harm = _BELONG_INSIDE[type(around[0]).__name__]
+def check_wrappers_are_inside(state: Any) -> None:
+    """Raises a `ValueError` if a wrapper is around `with_loss_scale` that belongs inside.
+
+    Such wrappers are listed in `_BELONG_INSIDE`.
+    """
+    states_around = find_nodes(_is_around, state)
+    if states_around:
+        name, harm = _BELONG_INSIDE[type(states_around[0]).__name__]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where "
             "gradients are unscaled and finite, as in "
@@ -75,27 +81,32 @@ def _is_around(state: Any) -> bool:
     return name_in_optax(state) in _BELONG_INSIDE and bool(loss_scales_in(state))
 
 
-def check_nothing_follows(state: Any) -> None:
-    """Raises if another transformation changes the updates of `with_master_weights`.
+def check_master_weights_are_last(state: Any) -> None:
+    """Raises a `ValueError` if `with_master_weights` is not the last in its optimizer.
 
-    In that case, its `MasterWeightsState` is not the last state in a chain, or is
-    inside the state of a wrapper that replaces updates.
+    Another transformation then changes its updates: in a chain, one whose state comes
+    after the `MasterWeightsState`; or a wrapper around it that replaces updates.
     """
-    is_innermost = is_master_weights_state(state)
-    if is_innermost or not find_nodes(is_master_weights_state, state):
+    if is_master_weights_state(state):
+        return  # It receives the updates of whatever is inside it.
+    if not find_nodes(is_master_weights_state, state):
         return
     children = _children(state)
     if _is_chain(state) and find_nodes(is_master_weights_state, children[:-1]):
-        fault = "is followed by other transformations in optax.chain, which change"
-    elif name_in_optax(state) in _REPLACE_UPDATES:
-        fault = (
+        raise _not_last(
+            "is followed by other transformations in optax.chain, which change"
+        )
+    if name_in_optax(state) in _REPLACE_UPDATES:
+        raise _not_last(
             f"is inside the transformation with a {type(state).__name__}, which changes"
         )
-    else:
-        for child in children:
-            check_nothing_follows(child)
-        return
-    raise ValueError(
+    for child in children:
+        check_master_weights_are_last(child)
+
+
+def _not_last(fault: str) -> ValueError:
+    """Builds the error for a transformation around or after `with_master_weights`."""
+    return ValueError(
         f"with_master_weights {fault} its updates: give it the whole optimizer, as in "
         "with_loss_scale(with_master_weights(optax.chain(…)))"
     )
@@ -104,8 +115,8 @@ def check_nothing_follows(state: Any) -> None:
 def _is_chain(state: Any) -> bool:
     """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
 
-    The children of a chain's state are states, too. That excludes a tuple of arrays,
-    which another transformation may hold for a tuple of parameters.
+    Its children must be states, too, that is, named tuples or chains. A tuple of arrays
+    is no chain: another transformation may hold it for a tuple of parameters.
     """
     if type(state) not in (tuple, OrderedDict):
         return False

@@ -1,8 +1,8 @@
 """The state of an optimizer with loss scaling, and the checks at the start of a step.
 
 Between two steps, a state may pass through a checkpoint, a `vmap` or another
-transformation, and be changed there: a flag that a checkpoint restores as a float, for
-example. Training would silently continue with wrong numbers. So each step checks
+transformation, and come back changed. A checkpoint may restore a flag as a float, for
+example. Training would then silently go on with wrong numbers. So each step checks
 everything that can be checked without reading an array: types, structures, shapes and
 dtypes.
 """
@@ -65,9 +65,9 @@ def loss_scale_states_in(state: Any) -> list[LossScaleState]:
 
 
 def loss_scale_state_or_none(state: Any) -> LossScaleState | None:
-    """Returns the first `LossScaleState` in a state, or None for a bare loss scale.
+    """Returns the `LossScaleState` in a state, or None for a bare loss scale.
 
-    If `get_loss_scale` accepts the state, then there is no second one.
+    The state must be one that `get_loss_scale` accepts, so that there is only one.
     """
     return next(iter(loss_scale_states_in(state)), None)
 
@@ -92,7 +92,7 @@ def check_state(state: Any) -> None:
 
 
 def check_no_stack(scalar: Any) -> None:
-    """Raises if a scalar in a state has axes, because the state is a stack of states."""
+    """Raises a `ValueError` if a scalar of a state has axes, as in a stack of states."""
     shape = np.shape(scalar)
     if shape:
         raise ValueError(
@@ -103,10 +103,10 @@ def check_no_stack(scalar: Any) -> None:
 
 
 def check_configuration(name: str, in_state: Any, configured: Any) -> None:
-    """Raises if a field of the state was configured differently from the transformation.
+    """Raises a `ValueError` if state and transformation configure a field differently.
 
-    The configuration of a loss scale or skip rule is static, part of its structure as a
-    pytree. So it is enough to compare structures.
+    The field is a loss scale or a skip rule. Its configuration is static, part of its
+    structure as a pytree, so it is enough to compare structures.
     """
     if jax.tree.structure(in_state) != jax.tree.structure(configured):
         raise ValueError(
@@ -119,21 +119,20 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
 
 
 def _shown_config(x: Any) -> Any:
-    """Returns the configuration of a loss scale or rule, or short text for another `x`."""
+    """Returns what to show of a loss scale, of a rule, or of anything in their place."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
 def check_inner_dtypes(
     inner_state: Any, init: Callable[[Any], Any], params: Any
 ) -> None:
-    """Raises if the inner state has narrower floats than `init` returns.
+    """Raises a `ValueError` if the inner state has narrower floats than `init` returns.
 
     That happens if a checkpoint of a 16-bit optimizer is restored. `init` is called on
     abstract parameters, and only if the state has narrow floats at all.
     """
     if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return
-
     initial_state = jax.eval_shape(init, params)
     if jax.tree.structure(initial_state) != jax.tree.structure(inner_state):
         return  # the state of another optimizer, which the inner update rejects

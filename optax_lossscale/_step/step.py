@@ -5,8 +5,9 @@
 1. `inputs.prepare` validates the gradients, and puts zeros in place of missing ones.
 2. The gradients are divided by the loss scale in the state, the same one that the loss
    was multiplied by.
-3. `decide_step` checks whether the gradients are finite on all replicas. It returns
-   whether to apply the step, and the state with an adapted loss scale.
+3. `decide_step` checks whether the gradients and the loss are finite on all replicas,
+   and asks the skip rule, if there is one. It returns whether to apply the step, and
+   the state with an adapted loss scale.
 4. `apply_or_skip` runs the inner optimizer on the unscaled gradients, or keeps the
    parameters and the inner state as they were.
 """
@@ -30,7 +31,7 @@ from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
 from optax_lossscale._step.master_weights_state import check_remainders, with_remainders
 from optax_lossscale._step.missing_gradients import param_for_inner
-from optax_lossscale._step.nesting import check_nothing_follows
+from optax_lossscale._step.nesting import check_master_weights_are_last
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -45,8 +46,8 @@ from optax_lossscale._step.update import InnerUpdate
 class ScaledStep:
     """The step of `with_loss_scale`, with the arguments of that function as fields.
 
-    An instance is the `update` of the transformation. Unlike a closure, it lets
-    `apply_gradients` call `step` on it.
+    An instance is the `update` of the transformation. A closure would do for that, but
+    `apply_gradients` needs the method `step` as well.
     """
 
     inner: optax.GradientTransformation
@@ -86,7 +87,7 @@ class ScaledStep:
                 "its gradients divided by the loss scale twice: wrap the whole "
                 "optimizer, once"
             )
-        check_nothing_follows(inner_state)
+        check_master_weights_are_last(inner_state)
         inner_state = with_remainders(inner_state, self.inner.init, params)
         return jax.tree.map(strongly_typed, inner_state)
 
@@ -106,7 +107,7 @@ class ScaledStep:
     ) -> tuple[Any, LossScaleState]:
         """Takes one step; returns `(params, state)`.
 
-        With `to_params=False`, returns `(updates, state)`.
+        With `to_params=False`, returns `(updates, state)`. `value` is the true loss.
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
@@ -139,8 +140,8 @@ class ScaledStep:
 def _unaliased(state: Any, params: Any) -> Any:
     """Copies arrays of the state that occur in it twice, or among the parameters.
 
-    Parameters and state can then be donated to a step together: JAX refuses to donate
-    the same array twice.
+    JAX refuses to donate the same array twice. After this, the parameters and the state
+    can be donated to a step together.
     """
     seen = {id(param) for param in jax.tree.leaves(params)}
 

@@ -1,8 +1,8 @@
 """Raises an error on the host if training cannot go on.
 
-A compiled step cannot raise an error. If gradients overflow at every loss scale, it
-skips every step, and training goes on forever without an effect. The state counts the
-skipped steps, and `raise_if_stuck` reads it between two steps.
+A compiled step cannot raise an error. If gradients overflow at every loss scale, every
+step is skipped, and training runs on without an effect. The state counts the skipped
+steps, and `raise_if_stuck` reads it between two steps.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ _RESTART_RULE = (
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: too many steps overflowed, or a rule skipped too many."""
+    """Training cannot go on: the scale is exhausted, or too many steps were skipped."""
 
 
 def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
@@ -45,14 +45,15 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
       max_consecutive_skips: how many steps in a row may be skipped. It is also a skip
-        rule's budget of skips, in a row or not; each 20 applied steps restore one skip.
+        rule's budget: each step that the rule skips, in a row or not, takes 1 from it,
+        and every 20 applied steps put 1 back.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`; if more than
         `max_consecutive_skips` steps in a row were skipped; or if a rule exceeded its
         budget.
-      ValueError: if the state holds no loss scale, or several, or if
-        `max_consecutive_skips` is not an int of at least 1.
+      ValueError: if `get_loss_scale` rejects the state, such as one that holds no loss
+        scale, or several; or if `max_consecutive_skips` is not an int of at least 1.
       TypeError: if the state is a stack of several models' states, or is traced.
 
     Example:
@@ -74,25 +75,26 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     wrapper_state = loss_scale_state_or_none(state)
     _check_one_model(loss_scale, wrapper_state)
     reason = None
-    remedy = _DIAGNOSE
+    remedies = [_DIAGNOSE]
     if loss_scale.exhausted():
         reason = (
             f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
             "be lowered"
         )
         if getattr(loss_scale, "min_scale", None) is not None:
-            remedy = f"{_DIAGNOSE}. {_LOWER_FLOOR}"
+            remedies.append(_LOWER_FLOOR)
     elif wrapper_state is not None:
         reason = _too_many_skips(wrapper_state, max_skips)
         if wrapper_state.skip_rule is not None:
-            remedy = f"{_DIAGNOSE}. {_RESTART_RULE}"
+            remedies.append(_RESTART_RULE)
     if reason is None:
         return
-    skips = ""
+    sentences = [reason]
     if wrapper_state is not None:
         in_a_row = wrapper_state.consecutive_skipped_steps
-        skips = f"Steps skipped in a row: {in_a_row}. "
-    raise LossScaleError(f"{reason}. {skips}{remedy}")
+        sentences.append(f"Steps skipped in a row: {in_a_row}")
+    sentences += remedies
+    raise LossScaleError(". ".join(sentences))
 
 
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:

@@ -24,7 +24,7 @@ from optax_lossscale._step.missing_gradients import param_for_inner, update_or_z
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """Converts the argument `inner` of a wrapper to an Optax transformation.
+    """Checks the argument `inner` of a wrapper, and converts `optax.MultiSteps`.
 
     Raises a `TypeError` if it has no `init` and `update`.
     """

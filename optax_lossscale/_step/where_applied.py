@@ -1,8 +1,8 @@
 """Restores other values after a skipped step, such as batch statistics.
 
-A skipped step protects only the parameters and the optimizer's state. Its forward pass
-has run, and other values that the training step computed may contain the same NaN for
-which the step was skipped. `where_applied(state, new, old)` replaces them::
+Skipping a step protects only the parameters and the optimizer's state. The forward pass
+has run by then, and other values that the training step computed may contain the NaN
+for which it is skipped. Then `where_applied(state, new, old)` returns the old values::
 
     batch_stats = where_applied(state, new_batch_stats, batch_stats)
 """

@@ -1,7 +1,7 @@
 """The optimizer wrapper `with_loss_scale`, and the transformation that it returns.
 
 This file is the interface: the arguments, their checks, and the methods that users
-call. Every method ends in `ScaledStep.step`, in `step.py`::
+call. All three ways to take a step end in `ScaledStep.step`, in `step.py`::
 
     updates, state = tx.update(scaled_grads, state, params)
     params, state = tx.apply_gradients(scaled_grads, state, params)
@@ -184,14 +184,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         )
         returned, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(returned, has_aux)
-        stepped = self.apply_gradients(
+        new_params, new_state = self.apply_gradients(
             scaled_grads, state, params, value=loss, **extra_args
         )
-        return returned, *stepped
+        return returned, new_params, new_state
 
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
-    """Raises a `TypeError` unless the arguments of `minimize` are in its order."""
+    """Raises a `TypeError` unless `minimize` received a function, then a state."""
     # An `nnx.Optimizer` holds a `LossScaleState` of variables instead of arrays.
     is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
     if callable(loss_fn) and is_state:
