@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region
-from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
+from optax_lossscale._programs.keys import hashable_or_id, key_of, key_of_literal
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
@@ -39,4 +39,4 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
         tuple((positions[v], dtype) for v, dtype in island.stores.items()),
         frozenset(map(positions.__getitem__, island.kept_reductions)),
     )
-    return hashable(key, island)
+    return hashable_or_id(key, island)

@@ -28,8 +28,8 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import (
     has_shardings,
-    made_by,
     needed_for,
+    producers_in,
     programs_in,
 )
 from optax_lossscale._programs.work import (
@@ -171,10 +171,10 @@ def _waits(eqn: JaxprEqn) -> bool:
         return True
     of_condition = condition.invars[eqn.params["cond_nconsts"] :]
     of_body = body.invars[eqn.params["body_nconsts"] :]
-    read = needed_for(condition.outvars, made_by(condition.eqns))
+    read = needed_for(condition.outvars, producers_in(condition.eqns))
     counters = {n for n, v in enumerate(of_condition) if v in read}
     next_counters = [body.outvars[n] for n in counters]
-    read |= needed_for(next_counters, made_by(body.eqns))
+    read |= needed_for(next_counters, producers_in(body.eqns))
     reads_others = any(v in read for n, v in enumerate(of_body) if n not in counters)
     inputs = [*condition.invars, *body.invars]
     return reads_others or any(map(is_inexact, read.intersection(inputs)))

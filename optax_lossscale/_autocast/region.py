@@ -28,7 +28,7 @@ from optax_lossscale._programs.values import (
     shape_in,
     variables,
 )
-from optax_lossscale._programs.walk import made_by
+from optax_lossscale._programs.walk import producers_in
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
@@ -177,7 +177,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
                 is_rounded = is_low or taken == low
                 dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
                 needed[v] = joined_dtype(facts, v, dtype, needed.get(v, dtype))
-    made = made_by([step.eqn for step in steps])
+    made = producers_in([step.eqn for step in steps])
     return {v: dtype for v, dtype in needed.items() if v not in made}
 
 

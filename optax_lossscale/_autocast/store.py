@@ -33,7 +33,7 @@ from optax_lossscale._autocast.region import (
 )
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import size_of, variables
-from optax_lossscale._programs.walk import made_by, needed_for
+from optax_lossscale._programs.walk import needed_for, producers_in
 from optax_lossscale._programs.work import is_cheap
 
 
@@ -88,7 +88,7 @@ def _regions_of_island(
       repeated: the equations of the program that islands repeat, by their results.
       order: the position of each equation in the program.
     """
-    makers = made_by(island)
+    makers = producers_in(island)
     stored = {v: wanted[v] for v in makers if v in wanted}
     regions: list[Region] = []
     for values in _divided(facts, island, stored):

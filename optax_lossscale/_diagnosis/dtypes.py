@@ -21,7 +21,7 @@ from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.lines import is_of_optax, line_of
+from optax_lossscale._programs.lines import is_made_by_optax, line_of
 from optax_lossscale._programs.operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import (
     HALVES,
@@ -237,7 +237,7 @@ def _report_on(
         asks = asks_for_highest(eqn) and eqn.params["precision"] != usual
         product = operation(eqn.invars[:2])._replace(
             multiplications=results_of(eqn) * terms_of(eqn),
-            by_choice=asks or is_of_optax(eqn),
+            by_choice=asks or is_made_by_optax(eqn),
         )
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
