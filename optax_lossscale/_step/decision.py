@@ -25,10 +25,10 @@ from jax import lax
 
 from optax_lossscale._arrays.finite import (
     AxisName,
-    across,
     all_finite,
     norm_and_all_finite,
     on_all_replicas,
+    reduce_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.stateful import check_successor, choose
@@ -94,7 +94,7 @@ def _measure(
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
-        norm = across(lax.pmax, norm, axis_name)
+        norm = reduce_replicas(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
     update = type(state.loss_scale).update
     checks_itself = getattr(update, "checks_gradients", False)
@@ -140,7 +140,7 @@ def _ask_rule(
     """
     is_finite = may_apply & jnp.isfinite(norm)
     if value is not None:
-        value = across(lax.pmean, value.astype(jnp.float32), axis_name)
+        value = reduce_replicas(lax.pmean, value.astype(jnp.float32), axis_name)
         is_finite = is_finite & jnp.isfinite(value)
     after_seeing, allows = rule.update(norm, value)
     unseen = rule.replace(gradient_norm=jnp.inf)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import messages, validation
-from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
 from optax_lossscale._arrays.variables import find_nodes, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
@@ -76,7 +76,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     wide = at_least_float32(loss)
-    return wide if IS_REPORTED.value else _with_scaled_tangent(wide, loss_scale)
+    return wide if DIAGNOSING.value else _with_scaled_tangent(wide, loss_scale)
 
 
 @jax.custom_jvp
