@@ -133,9 +133,9 @@ class ToleranceLossScale(LossScale):
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)
-        falls = backs_off & ~exhausted
+        is_rescaled = backs_off & ~exhausted  # by a `threshold`, a scale may also rise
         return self.replace(
-            loss_scale=jnp.where(falls, lowered, scale),
+            loss_scale=jnp.where(is_rescaled, lowered, scale),
             growth_counter=0,
             steps=jnp.where(backs_off, 0, steps),
             overflows=jnp.where(backs_off, 0, overflows),

@@ -5,10 +5,11 @@ other steps, because gradients that are finite but far larger than usual can und
 model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
 a norm above 10.
 
-The training step measures the norm and calls `update`, which calls `decide`, the method
+The training step measures the norm and calls `update`. This calls `decide`, the method
 that each rule defines, and keeps the counts that all rules share. One of these counts,
 the `skip_debt`, makes sure that no rule stops training unnoticed: skipped steps add to
-the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it is large.
+the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it exceeds
+20 times `max_consecutive_skips`.
 """
 
 import abc
@@ -135,7 +136,7 @@ class SkipRule(Stateful):
         return new, should_apply
 
     def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
-        """Returns the debt after a step, given what `decide` set; int32, shape ()."""
+        """Returns the debt after a step, from the one that `decide` left; shape ()."""
         # A norm of 0 says nothing about the size of gradients, so it pays off nothing.
         # It can also mean that all gradients are below about 1e-19: their squares
         # underflow.
