@@ -112,9 +112,9 @@ def _reduce_tree(
     if any(map(is_on_several_devices, leaves)):
         return reduction(_groups(leaves, 1))
     # Larger groups compile faster, and launch fewer kernels. But a CPU needs enough
-    # kernels to keep all cores busy. The compiler for GPUs computes the norm for
-    # clipping in the same pass for groups of four leaves, but not for groups of eight.
-    # The compiler for TPUs would keep more gradients waiting in main memory.
+    # kernels to keep all cores busy. For groups of four leaves, but not of eight, the
+    # compiler for GPUs computes the norm for clipping in the same pass. For groups of
+    # more than one, the compiler for TPUs keeps more gradients waiting in main memory.
     size_for_32_kernels = len(leaves) // 32
     size_on_cpu = min(max(size_for_32_kernels, 1), 8)
     return lax.platform_dependent(
@@ -198,11 +198,12 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 
 # --- on CPU ---
 #
-# XLA compiles a reduction with one output to several passes, through an array as large
-# as the leaf. A reduction with two outputs becomes a single pass at the speed of
-# memory, in every dtype and with the unscaling fused into it. So `_reduced_and_checked`
-# always has two outputs: a measure, and whether all numbers are finite. The check alone
-# would have only the second, so it adds a dummy measure, a sum of zeros.
+# XLA compiles a reduction with one output to several passes, which write and read an
+# array as large as the leaf. A reduction with two outputs becomes a single pass at the
+# speed of memory, in every dtype and with the unscaling fused into it. So
+# `_reduced_and_checked` always has two outputs: a measure, and whether all numbers are
+# finite. The check alone would have only the second, so it adds a dummy measure, a sum
+# of zeros.
 #
 # XLA makes no all-reduce for two outputs, so leaves that are known to be partitioned
 # use the reductions above. Leaves that only turn out to be partitioned later get the

@@ -119,16 +119,28 @@ class Stateful(abc.ABC):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
-        fields = {field.name: field.metadata for field in dataclasses.fields(cls)}
-        cls._state_names = [name for name in fields if "is_state" in fields[name]]
-        cls._static_names = [name for name in fields if "is_state" not in fields[name]]
-        cls._checks = dict(cls._checks)
-        for name, metadata in fields.items():
-            if "check" in metadata:
-                cls._checks[name] = metadata["check"]
+        cls._sort_fields()
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
+
+    @classmethod
+    def _sort_fields(cls) -> None:
+        """Lists the names of state and configuration, and the configuration's checks.
+
+        `_checks` begins with those of the base class, which a field without a check of
+        its own inherits.
+        """
+        cls._state_names = []
+        cls._static_names = []
+        cls._checks = dict(cls._checks)
+        for field in dataclasses.fields(cls):
+            if "is_state" in field.metadata:
+                cls._state_names.append(field.name)
+            else:
+                cls._static_names.append(field.name)
+            if "check" in field.metadata:
+                cls._checks[field.name] = field.metadata["check"]
 
     def __post_init__(self):
         """Checks the configuration; a subclass that overrides this must call it."""

@@ -138,7 +138,7 @@ class Row(NamedTuple):
 
     traits: Trait = Trait(0)
     # How `terms_of` in `_programs/work.py` counts the terms of a sum: "contracted",
-    # "kernel", "last", "updates", or the name of a parameter
+    # "kernel", "last", "updates", or the name of a parameter. None stands for one term.
     terms: str | None = None
     # The operation's role in the formula of a norm, for `_autocast/normalized.py`
     formula: str | None = None
@@ -259,7 +259,7 @@ _ROWS = {
     "scan": _row("SCANS", programs="jaxpr"),
     "shard_map": _row("MAPS", programs="jaxpr"),
     "while": _row("WHILE", programs="cond_jaxpr body_jaxpr"),
-    # Cheap, of any range
+    # Cheap; nothing is assumed about the range of the results
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
         "ge gt iota is_finite le lt ne not one_minus_square or polynomial "

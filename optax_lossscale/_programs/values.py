@@ -37,7 +37,7 @@ def dtype_in(x: Any) -> Any:
 
 
 def is_inexact(v: Any) -> bool:
-    """Whether a variable or an array holds floating-point or complex numbers."""
+    """Whether a value holds floating-point or complex numbers."""
     return is_inexact_dtype(dtype_in(v))
 
 

@@ -1,8 +1,9 @@
 """The dynamic loss scale, which grows at finite steps and backs off at overflows.
 
-The largest scale at which no gradient overflows changes during training. This rule
-follows it by trial and error: it raises the scale from time to time until gradients
-overflow, and then lowers it again. For example, with the defaults::
+The largest scale at which no gradient overflows depends on the gradients, and changes
+during training. This rule follows it by trial and error: it raises the scale from time
+to time until gradients overflow, and then lowers it again. For example, with the
+defaults::
 
     2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
 

@@ -158,10 +158,10 @@ class HeadroomLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        gradient = largest_on_all_replicas(grads, axis_name)
-        finite = jnp.isfinite(gradient)
-        is_nonzero = gradient > 0
-        after_nonzero_step = self._after_nonzero_step(gradient)
+        largest_gradient = largest_on_all_replicas(grads, axis_name)
+        finite = jnp.isfinite(largest_gradient)
+        is_nonzero = largest_gradient > 0
+        after_nonzero_step = self._after_nonzero_step(largest_gradient)
         after_zero_step = self._after_zero_step()
         after_finite_step = choose(is_nonzero, after_nonzero_step, after_zero_step)
         new = choose(finite, after_finite_step, self._after_overflow())
@@ -216,12 +216,12 @@ class HeadroomLossScale(LossScale):
         new = self._scaled_for(self._largest(), reserve, overflows)
         return new.replace(_memory=memory)
 
-    def _after_nonzero_step(self, gradient: jax.Array) -> Self:
+    def _after_nonzero_step(self, largest_gradient: jax.Array) -> Self:
         """Adapts the scale to a finite step whose largest gradient is not zero.
 
         The first such step decides alone, because the memory is still 0.
         """
-        _, exponent = jnp.frexp(gradient)
+        _, exponent = jnp.frexp(largest_gradient)
         size = exponent.astype(jnp.float32)
         memory = jnp.maximum(self._memory, _FIRST_MEMORY)
         fall = 1 / memory

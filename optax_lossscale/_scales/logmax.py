@@ -113,11 +113,10 @@ class LogMaxLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        gradient = largest_on_all_replicas(grads, axis_name)
-        finite = jnp.isfinite(gradient)
-        positive = jnp.maximum(gradient, validation.SMALLEST)
-        log2_gradient = jnp.log2(positive)
-        x = jnp.where(finite, log2_gradient, self._x_of_overflow())
+        largest_gradient = largest_on_all_replicas(grads, axis_name)
+        finite = jnp.isfinite(largest_gradient)
+        positive = jnp.maximum(largest_gradient, validation.SMALLEST)
+        x = jnp.where(finite, jnp.log2(positive), self._x_of_overflow())
         return self._observe(x), finite
 
     def _x_of_overflow(self) -> jax.Array:
