@@ -12,7 +12,7 @@ Each function and each loss scale has an example in its docstring, as in
 Take a step:
     with_loss_scale          wraps an optimizer to accept gradients of a scaled loss
     value_and_scaled_grad    computes the loss, and the gradients of the scaled loss
-    scale_gradient           scales inside a loss function: for NNX, Equinox, trainers
+    scale_gradient           scales gradients in a loss function: NNX, Equinox, trainers
     where_applied            keeps old batch statistics and the like at a skipped step
     with_master_weights      wraps an optimizer to train 16-bit parameters as float32
     all_finite               whether all numbers of a tree are finite

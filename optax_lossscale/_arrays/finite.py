@@ -7,11 +7,11 @@ are computed in the same pass.
 
 What to compute, such as a sum of squares, is called a *measure* here. It is computed in
 three steps. `_reduce_tree` divides the floating-point and complex leaves of a tree into
-groups of the same shape and dtype; all others are finite. `_combined_leaves` turns each
-group into one array: for the squares of two leaves `x` and `y`, into `x**2 + y**2`.
-`_reduced` then reduces these arrays to one number. XLA's compilers for GPU and TPU
-compute several measures of the same numbers in one pass. The compiler for CPUs does
-not, so `_reduced_and_checked` replaces `_reduced` there.
+groups of the same shape and dtype. (Numbers of any other dtype are finite.)
+`_combined_leaves` turns each group into one array: for the squares of two leaves `x`
+and `y`, into `x**2 + y**2`. `_reduced` then reduces these arrays to one number. XLA's
+compilers for GPU and TPU compute several measures of the same numbers in one pass. The
+compiler for CPUs does not, so `_reduced_and_checked` replaces `_reduced` there.
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
 reduction needs. Under `pmap` and `shard_map`, the check reads the numbers of only one
@@ -207,7 +207,7 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 #
 # XLA makes no all-reduce for two outputs, so leaves that are known to be partitioned
 # use the reductions above. Leaves that only turn out to be partitioned later get the
-# same result from the reductions below, but devices exchange more for it: a number for
+# same result from the reductions below, but devices exchange more for it: a result for
 # each leaf. They exchange whole leaves where a group's leaves are partitioned along
 # different axes, and where the norm cuts leaves into rows.
 

@@ -3,8 +3,9 @@
 - `programs_in(eqn)` lists all programs that an equation holds.
 - `result_programs(eqn)` lists those that compute its results. Only the condition of a
   `while` computes none.
-- `first_inside(eqn)` is the position of the first operand that they get as an argument.
-- `carried_by(eqn)` is the range of operands that a loop carries from turn to turn.
+- `first_inside(eqn)` is the position of the first operand that these programs get as an
+  argument.
+- `carried_by(eqn)` is the range of the operands that a loop carries from turn to turn.
 
 For example, let a `while` loop carry two numbers, and let its condition read one
 constant, and its body none. Its operands are `const, carry, carry`, and:

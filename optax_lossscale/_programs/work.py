@@ -116,7 +116,7 @@ def terms_of(eqn: JaxprEqn) -> int:
             operand = eqn.invars[2]
             # An upper bound: a result sums all updates if all have the same index.
             window = params["dimension_numbers"].update_window_dims
-            axes = range(operand.aval.ndim)
+            axes = range(len(shape_in(operand)))
             summed = set(axes).difference(window)
         case "window_dimensions":
             return math.prod(params[terms])

@@ -151,11 +151,11 @@ class DynamicLossScale(LossScale):
         is_stuck = backs_off & (lowered >= scale)
         refills = self.hysteresis_refill == "rescale"
         left_after_backoff = self.hysteresis if refills else 1
-        left_without = self.hysteresis_left - 1
+        one_fewer = self.hysteresis_left - 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
-            hysteresis_left=jnp.where(backs_off, left_after_backoff, left_without),
+            hysteresis_left=jnp.where(backs_off, left_after_backoff, one_fewer),
             _exhausted=self.can_be_exhausted & is_stuck,
         )
 

@@ -136,7 +136,7 @@ class SkipRule(Stateful):
         return new, should_apply
 
     def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
-        """Returns the debt after a step, from the one that `decide` left; shape ()."""
+        """Returns the debt after a step, given what `decide` set; int32, shape ()."""
         # A norm of 0 says nothing about the size of gradients, so it pays off nothing.
         # It can also mean that all gradients are below about 1e-19: their squares
         # underflow.
