@@ -42,7 +42,7 @@ class _Measure(NamedTuple):
     Attributes:
       function: maps a leaf to an array of the same shape.
       combine: combines two such arrays, or two numbers in them, into one.
-      neutral: the number that `combine` leaves any other unchanged by.
+      neutral: the neutral element of `combine`.
     """
 
     function: Callable

@@ -260,9 +260,9 @@ class HeadroomLossScale(LossScale):
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
-        It shrinks by `fall * (1 + reserve)`, not by `fall * reserve`, so that it reaches
-        0. A deep reserve has not helped, so the batch was at fault. Then the reserve is
-        given up, and further overflows are excused.
+        It shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so that it
+        reaches 0. A deep reserve has not helped, so the batch was at fault. Then the
+        reserve is given up, and further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
