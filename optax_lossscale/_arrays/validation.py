@@ -184,8 +184,9 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
     """
     argnums = tuple(value) if isinstance(value, Sequence) else (value,)
     for argnum in argnums:
-        # A bool is an int, too, but it was probably meant for `has_aux`.
-        if not isinstance(argnum, (int, np.integer)) or isinstance(argnum, bool):
+        is_int = isinstance(argnum, (int, np.integer))
+        # A bool is an int, too, but may have been meant for `has_aux`.
+        if not is_int or isinstance(argnum, bool):
             raise TypeError(
                 f"argnums must be an int or a sequence of ints, got {shown(value)}"
             )

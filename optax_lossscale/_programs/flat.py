@@ -118,7 +118,9 @@ def _at_call(eqn: JaxprEqn, call_source: Any) -> JaxprEqn:
 
 def _callee(eqn: JaxprEqn) -> Any:
     """The program that an equation calls, such as that of a `jit`, or None."""
-    return programs_in(eqn)[0] if Trait.CALLS in traits(eqn) else None
+    if Trait.CALLS not in traits(eqn):
+        return None
+    return programs_in(eqn)[0]
 
 
 def _short_callee(eqn: JaxprEqn) -> Any:

@@ -69,8 +69,12 @@ def _frames(eqn: JaxprEqn) -> list[str]:
 
 def _package_folder(package: str) -> str:
     """The path of an imported package's folder, with a slash; "" if not imported."""
-    path = getattr(sys.modules.get(package), "__file__", None)
-    return os.path.join(os.path.dirname(path), "") if path else ""
+    module = sys.modules.get(package)
+    path = getattr(module, "__file__", None)
+    if not path:
+        return ""
+    folder = os.path.dirname(path)
+    return os.path.join(folder, "")
 
 
 def _shortened(frame: str) -> str:

@@ -107,6 +107,7 @@ class ToleranceLossScale(LossScale):
     def _after_finite_step(self) -> Self:
         """Counts a finite step, and grows the scale if that is due."""
         scale = self()
+        steps = optax.safe_increment(self.steps)
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         product = precise_product(scale, self.factor)
@@ -115,7 +116,7 @@ class ToleranceLossScale(LossScale):
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
-            steps=jnp.where(due, 0, optax.safe_increment(self.steps)),
+            steps=jnp.where(due, 0, steps),
             _exhausted=False,
         )
 

@@ -154,4 +154,5 @@ def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
     (2, length), with the newest numbers first; `numbers` has shape (2,).
     """
     newest = numbers[:, None]
-    return jnp.concatenate([newest, window[:, :-1]], axis=1)
+    without_oldest = window[:, :-1]
+    return jnp.concatenate([newest, without_oldest], axis=1)
