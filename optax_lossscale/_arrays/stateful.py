@@ -276,7 +276,7 @@ class Stateful(abc.ABC):
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """Calls `cls(**config)`; if a key is wrong or missing, the error lists all keys."""
+    """Calls `cls(**config)`; a `ValueError` lists the keys if one is wrong or missing."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**config)
@@ -310,8 +310,8 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
     """Returns `if_true` if the flag is True, else `if_false`; the flag may be traced.
 
-    Both are loss scales or both are skip rules, with the same structure. Each leaf of
-    the result is chosen by itself.
+    Both are loss scales or both are skip rules, with the same structure. Each leaf is
+    chosen by `jnp.where`.
     """
     choose_leaf = functools.partial(jnp.where, flag)
     return jax.tree.map(choose_leaf, if_true, if_false)
