@@ -276,7 +276,7 @@ class Stateful(abc.ABC):
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """Calls `cls(**config)`; a `ValueError` lists the keys if one is wrong or missing."""
+    """Calls `cls(**config)`; a `ValueError` lists all keys if one is wrong."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**config)
