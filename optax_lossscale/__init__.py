@@ -12,8 +12,8 @@ Each function and each loss scale has an example in its docstring, as in
 Take a step:
     with_loss_scale          wraps an optimizer to accept gradients of a scaled loss
     value_and_scaled_grad    computes the loss, and the gradients of the scaled loss
-    scale_gradient           the same inside a loss function: for NNX, Equinox, trainers
-    where_applied            keeps batch statistics and the like at a skipped step
+    scale_gradient           scales gradients in a loss function: NNX, Equinox, trainers
+    where_applied            keeps old batch statistics and the like at a skipped step
     with_master_weights      wraps an optimizer to train 16-bit parameters as float32
     all_finite               whether all numbers of a tree are finite
 
@@ -134,6 +134,7 @@ __all__ = [
     "with_master_weights",
 ]
 
-# `__getattr__` does the same for each name that it imports. Modules are not callable.
-_imported = [globals().get(name) for name in __all__]
-_make_public(__name__, *filter(callable, _imported))
+# Modules, and names that `__getattr__` has yet to import, are left out: the former are
+# not callable, and the latter are None here.
+_values = [globals().get(name) for name in __all__]
+_make_public(__name__, *filter(callable, _values))

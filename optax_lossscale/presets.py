@@ -12,10 +12,12 @@ normal range, 1.18e-38 to 3.4e38, stays as it is, and a `FixedLossScale` is at m
 `ValueError`, unless the original ignores it.
 
 Unless its docstring says otherwise, a preset backs off at each non-finite step. A step
-whose gradients are all zero counts as finite. If most steps are like that, use
-`HeadroomLossScale` instead. (LogMax treats such a step as if its largest gradient were
-2**-126.) The originals do not check the loss, and if the scale is fixed, most of them
-check nothing. To do the same, pass `skip=None` to `with_loss_scale`.
+whose gradients are all zero counts as finite. (LogMax treats it as if its largest
+gradient were 2**-126.) If most steps are like that, use `HeadroomLossScale` instead.
+
+The originals do not check the loss, and most of those with a fixed scale check nothing.
+With `skip=None`, `with_loss_scale` does the same: it does not look at the loss, and if
+the scale is fixed, it checks nothing.
 """
 
 from typing import Any, Literal
@@ -55,13 +57,13 @@ make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
 def _growth_factor(name: str, factor: float) -> float:
-    """Checks a growth factor, and rounds it to float32, as the original does."""
+    """Checks a growth factor, and rounds it to float32, as its original does."""
     checked = validation.growth_factor(name, factor)
     return float(np.float32(checked))
 
 
 def _backoff_factor(name: str, factor: float) -> float:
-    """Checks a back-off factor, and rounds it to float32, as the original does."""
+    """Checks a back-off factor, and rounds it to float32, as in `_growth_factor`."""
     checked = validation.backoff_factor(name, factor)
     return float(np.float32(checked))
 
@@ -549,7 +551,8 @@ def openseq2seq_logmax(
         `2**log_max`, as in the original; at most 60.
       beta1: the decay of the mean, in [0, 1).
       beta2: the decay of the averages from which the spread is computed, in [0, 1).
-      overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
+      overflow_std_dev: how many standard deviations above the mean log2 of a gradient
+        may be without an overflow, from 0 to 1e6.
 
     Example:
       >>> from optax_lossscale import presets

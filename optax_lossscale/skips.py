@@ -87,9 +87,9 @@ def spikes(
     Source: this library.
 
     Args:
-      factor: how many spreads above the median are too many; positive.
+      factor: how many spreads above the median are too many; above 0, at most 1e6.
       least: how many bits above the median a spike must be at the least, where 1 bit is
-        a factor of 2; positive.
+        a factor of 2; above 0, at most 1e6.
       window: how many norms and losses are remembered, from 16 to 2**20.
       max_skips: the initial and largest budget of skips, from 0 to 2**20. Each applied
         step whose norm is not 0 returns 1/20 of a skip to the budget.

@@ -8,8 +8,8 @@ under one value is not used under another.
 Creating a context changes the cache keys, too, so JAX compiles again whatever it has
 compiled before. That is why all contexts are created here, when the package is
 imported, before the first step is compiled. `jax.extend` is imported here for the same
-reason. Some modules of this package import it only later, and since jax 0.12 it imports
-Pallas, which creates another context.
+reason: since jax 0.12 it imports Pallas, which creates another context, and the modules
+of this package that use it are imported only later.
 """
 
 import jax
@@ -31,9 +31,9 @@ BLANK_METRICS = jax.make_user_context(False)
 `testing` sets it, so that the metrics do not count as outputs that depend on the scale.
 """
 
-IS_REPORTED = jax.make_user_context(False)
+DIAGNOSING = jax.make_user_context(False)
 """Whether `diagnose` is tracing the function.
 
-If it is, no warnings are issued, because the report contains them. `scale_gradient`
-scales nothing, because the report itself tries loss scales.
+If it is, no warnings are issued, because the report contains them. And `scale_gradient`
+scales nothing, because `diagnose` itself tries loss scales.
 """

@@ -5,17 +5,17 @@ all of its gradients once before it applies any. Reading them is what the check 
 Some loss scales and skip rules also need the largest gradient or the global norm. Both
 are computed in the same pass.
 
-`_reduce_tree` collects the floating-point and complex leaves of a tree, as all others
-are finite. It divides them into groups of leaves with the same shape and dtype. A
-`_Measure`, such as the sum of squares, says what to compute. For a group of two leaves
-`x` and `y`, `_combined_leaves` computes the array `x**2 + y**2`, which is then reduced
-to one number. `_reduced` does so in the straightforward way. XLA's compilers for GPU
-and TPU compute several such measures in one pass. The compiler for CPUs does not, so
-`_reduced_and_checked` replaces `_reduced` there.
+What to compute, such as a sum of squares, is called a *measure* here. It is computed in
+three steps. `_reduce_tree` divides the floating-point and complex leaves of a tree into
+groups of the same shape and dtype. (Numbers of any other dtype are finite.)
+`_combined_leaves` turns each group into one array: for the squares of two leaves `x`
+and `y`, into `x**2 + y**2`. `_reduced` then reduces these arrays to one number. XLA's
+compilers for GPU and TPU compute several measures of the same numbers in one pass. The
+compiler for CPUs does not, so `_reduced_and_checked` replaces `_reduced` there.
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
 reduction needs. Under `pmap` and `shard_map`, the check reads the numbers of only one
-replica. `across` then reduces the results of all replicas to one.
+replica. `reduce_replicas` then reduces the results of all replicas to one.
 """
 
 import collections
@@ -33,7 +33,7 @@ from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
 AxisName = Hashable  # the name of a mapped axis, or a tuple of such names
-Groups = list[list[jax.Array]]  # a group is a list of leaves that share a kernel
+Groups = list[list[jax.Array]]  # each group is a list of leaves that share a kernel
 
 
 class _Measure(NamedTuple):
@@ -41,13 +41,13 @@ class _Measure(NamedTuple):
 
     Attributes:
       function: maps a leaf to an array of the same shape.
-      operation: combines two results into one.
-      initial: the neutral element of `operation`.
+      combine: combines two such arrays, or two numbers in them, into one.
+      neutral: the neutral element of `combine`.
     """
 
     function: Callable
-    operation: Callable
-    initial: np.generic
+    combine: Callable
+    neutral: np.generic
 
 
 # Bounds on the length of the rows in which large leaves are summed on CPU: see `_rows`
@@ -91,7 +91,7 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 
     Both the norm and the sum of squares under its root are float32. So a norm of 2**64
     or more is infinite, even if all numbers are finite. CPUs flush the squares of
-    numbers below about 1e-19 to zero, so the norm of many such numbers is 0.
+    numbers below about 1e-19 to zero, so the norm of such numbers is 0, however many.
     """
     sum_of_squares, finite = _reduce_tree(
         tree, _squares_and_flags_on_cpu, _squares_and_flags
@@ -104,17 +104,17 @@ def _reduce_tree(
 ) -> T:
     """Reduces the leaves of a tree, in groups, with the reduction for the platform.
 
-    Both reductions return the same. JAX chooses between them when it lowers the program
-    for a platform. But if any leaf is known to lie on several devices, every platform
-    uses `reduction`, with a group for each leaf.
+    Both reductions return the same, `cpu_reduction` in fewer passes on CPU. JAX chooses
+    between them when it lowers the program for a platform. But if any leaf is known to
+    lie on several devices, every platform uses `reduction`, with a group for each leaf.
     """
     leaves = _real_leaves(tree)
     if any(map(is_on_several_devices, leaves)):
         return reduction(_groups(leaves, 1))
     # Larger groups compile faster, and launch fewer kernels. But a CPU needs enough
-    # kernels to keep all cores busy. The compiler for GPUs computes the norm for
-    # clipping in the same pass for groups of four leaves, but not for groups of eight.
-    # The compiler for TPUs would keep more gradients waiting in main memory.
+    # kernels to keep all cores busy. For groups of four leaves, but not of eight, the
+    # compiler for GPUs computes the norm for clipping in the same pass. For groups of
+    # more than one, the compiler for TPUs keeps more gradients waiting in main memory.
     size_for_32_kernels = len(leaves) // 32
     size_on_cpu = min(max(size_for_32_kernels, 1), 8)
     return lax.platform_dependent(
@@ -156,8 +156,8 @@ def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
     """
     arrays = []
     for leaves in groups:
-        results = map(measure.function, leaves)
-        array = functools.reduce(measure.operation, results)
+        measured = map(measure.function, leaves)
+        array = functools.reduce(measure.combine, measured)
         arrays.append(array)
     return arrays
 
@@ -188,28 +188,28 @@ def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
     """Reduces each group to one number, and these numbers to one; shape ()."""
-    _, operation, initial = measure
     results = []
     for x in _combined_leaves(groups, measure):
-        result = lax.reduce(x, initial, operation, range(x.ndim))
+        result = lax.reduce(x, measure.neutral, measure.combine, range(x.ndim))
         results.append(result)
     vector = jnp.stack(results)
-    return lax.reduce(vector, initial, operation, [0])
+    return lax.reduce(vector, measure.neutral, measure.combine, [0])
 
 
 # --- on CPU ---
 #
-# XLA compiles a reduction with one output to several passes, through an array as large
-# as the leaf. A reduction with two outputs becomes a single pass at the speed of
-# memory, in every dtype and with the unscaling fused into it. So `_reduced_and_checked`
-# always has two outputs: a measure, and whether all numbers are finite. The check alone
-# would have only the second, so it adds a dummy measure, a sum of zeros.
+# XLA compiles a reduction with one output to several passes, which write and read an
+# array as large as the leaf. A reduction with two outputs becomes a single pass at the
+# speed of memory, in every dtype and with the unscaling fused into it. So
+# `_reduced_and_checked` always has two outputs: a measure, and whether all numbers are
+# finite. The check alone would have only the second, so it adds a dummy measure, a sum
+# of zeros.
 #
 # XLA makes no all-reduce for two outputs, so leaves that are known to be partitioned
-# use the reductions above. Other leaves may turn out to be partitioned, too. Their
-# result is the same, but devices exchange more: a result for each leaf, and whole
-# leaves if a group's leaves are partitioned along different axes, or if the norm cuts
-# leaves into rows.
+# use the reductions above. Leaves that only turn out to be partitioned later get the
+# same result from the reductions below, but devices exchange more for it: a result for
+# each leaf. They exchange whole leaves where a group's leaves are partitioned along
+# different axes, and where the norm cuts leaves into rows.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
@@ -245,17 +245,17 @@ def _reduced_and_checked(
     Each leaf is reduced in one pass along its axes from `first_axis` on. The results of
     all leaves are then reduced together.
     """
-    _, operation, initial = measure
-    arrays = _combined_leaves(groups, measure)
-    # Sums of zeros and NaNs are vectorized. Flags combined by `and` would not be.
-    sums = _combined_leaves(groups, _ZEROS)
+    combined = _combined_leaves(groups, measure)
+    # An array that holds 0 where all leaves of a group are finite, and NaN elsewhere.
+    # The sums that make it are vectorized. Flags combined by `and` would not be.
+    combined_zeros = _combined_leaves(groups, _ZEROS)
     results = []
     flags = []
-    for x, zeros in zip(arrays, sums, strict=True):
+    for x, zeros in zip(combined, combined_zeros, strict=True):
         result, flag = lax.reduce(
             (x, lax.is_finite(zeros)),
-            (initial, np.True_),
-            _with_flag(operation),
+            (measure.neutral, np.True_),
+            _with_flag(measure.combine),
             range(first_axis, x.ndim),
         )
         results.append(result.reshape(-1))
@@ -265,20 +265,20 @@ def _reduced_and_checked(
     vector = jnp.concatenate(results)
     flag_vector = jnp.concatenate(flags)
     vector, flag_vector = lax.optimization_barrier((vector, flag_vector))
-    result = lax.reduce(vector, initial, operation, [0])
+    result = lax.reduce(vector, measure.neutral, measure.combine, [0])
     return result, flag_vector.all()
 
 
-@functools.cache  # for the same operation, JAX then traces `on_pairs` only once
-def _with_flag(operation: Callable) -> Callable:
-    """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
+@functools.cache  # for the same `combine`, JAX then traces `combine_pairs` only once
+def _with_flag(combine: Callable) -> Callable:
+    """Combines pairs `(x, flag)`: the numbers by `combine`, and the flags by `and`."""
 
-    def on_pairs(pair, other_pair):
+    def combine_pairs(pair, other_pair):
         x, flag = pair
         other_x, other_flag = other_pair
-        return operation(x, other_x), lax.bitwise_and(flag, other_flag)
+        return combine(x, other_x), lax.bitwise_and(flag, other_flag)
 
-    return on_pairs
+    return combine_pairs
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
@@ -327,8 +327,8 @@ def _magnitude(x: jax.Array) -> jax.Array:
 def _zero_if_finite(x: jax.Array) -> jax.Array:
     """Zero for each finite number, and NaN for any other, as float32.
 
-    It computes `x - x`, in float32 or wider, because a CPU rounds 16-bit numbers one by
-    one.
+    It computes `x - x` in float32 or wider, because a CPU rounds the results of 16-bit
+    arithmetic one by one.
     """
     wide = at_least_float32(x)
     difference = lax.sub(wide, wide)
@@ -348,23 +348,25 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Whether a flag is True on every replica along the named axes.
 
     Replicas with the same parameters must decide alike. If each decided for itself, one
-    would skip a step that the others apply, and their parameters would differ from then
+    might skip a step that the others apply, and their parameters would differ from then
     on. So they share the minimum of their flags, and if the gradients of one overflow,
     all of them skip.
     """
     if axis_name is None:
         return flag
     number = flag.astype(jnp.int32)
-    smallest = across(lax.pmin, number, axis_name)
+    smallest = reduce_replicas(lax.pmin, number, axis_name)
     return smallest.astype(bool)
 
 
 def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
     """`largest` over all replicas along the named axes; float32, shape ()."""
-    return across(lax.pmax, largest(tree), axis_name)
+    return reduce_replicas(lax.pmax, largest(tree), axis_name)
 
 
-def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
+def reduce_replicas(
+    reduce: Callable, x: jax.Array, axis_name: AxisName | None
+) -> jax.Array:
     """Reduces `x` over the replicas along the named axes, with `lax.pmin` or the like.
 
     Returns `x` itself if no axis is named. Raises a `ValueError` if a name is not that

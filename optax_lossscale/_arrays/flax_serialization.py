@@ -23,7 +23,7 @@ def register_with_flax(cls: Any) -> None:
 
     Flax would treat an unregistered type as a leaf, and restore whatever was saved in
     its place. Flax may be imported after the class was defined, so this is called
-    whenever an instance is created, as happens at each step. So Flax must be imported
+    whenever an instance is created, as happens at each step. Flax must be imported
     before the step whose state is saved.
     """
     flax = sys.modules.get("flax.serialization")
@@ -45,7 +45,7 @@ def _to_state_dict(stateful: Any) -> dict[str, Any]:
 
 
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
-    """Copies `stateful` with the saved state, whose arrays must have the same shapes."""
+    """A copy of `stateful` with the saved state, whose shapes must be the same."""
     state = _to_state_dict(stateful)
     shapes = jax.tree.map(np.shape, state)
     saved_shapes = jax.tree.map(np.shape, saved)

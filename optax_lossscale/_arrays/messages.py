@@ -1,9 +1,9 @@
 """Errors and warnings in the user's words: names, values and the line of the call.
 
-An argument may change its name before it is checked. A preset that has an argument
-`init_scale` passes it on as `initial_scale`. Its error should still name `init_scale`,
+An argument may change its name before it is checked: a preset that has an argument
+`init_scale` passes it on as `initial_scale`. An error should still name `init_scale`,
 which is what the user wrote. So the preset is decorated with
-`user_names(init_scale="initial_scale")`, and `refuse` looks the user's name up.
+`user_names(init_scale="initial_scale")`, and `refuse` looks up the user's name.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.contexts import DIAGNOSING
 
-_LIBRARIES = ("optax_lossscale", "jax")  # warnings never point to their frames
+_LIBRARIES = ("optax_lossscale", "jax")  # no warning points to their frames
 
-# Maps the name under which an argument was passed on to the user's name for it
+# The user's name for an argument, by the name under which it was passed on
 _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
     "user_names", default=MappingProxyType({})
 )
@@ -43,7 +43,7 @@ def warn(text: str) -> None:
 
     Does nothing while `diagnose` traces the function, as the report has the warning.
     """
-    if IS_REPORTED.value:
+    if DIAGNOSING.value:
         return
     stack_level = 1
     for frame, _ in traceback.walk_stack(inspect.currentframe()):

@@ -1,7 +1,7 @@
 """Names of leaves, layers and scales in reports and errors, and of public modules.
 
-For example, the leaf `params["blocks"][3]["w1"]` is called `blocks/3/w1`. The layers
-share the name `blocks/*/w1` for it. A loss scale of 32768.0 is called `2**15`.
+For example, the leaf `params["blocks"][3]["w1"]` is called `blocks/3/w1`, and that leaf
+of all layers together `blocks/*/w1`. A loss scale of 32768.0 is called `2**15`.
 """
 
 import math
@@ -38,7 +38,7 @@ def natural_sort_key(name: str) -> list[tuple[str, int]]:
 
 
 def without_numbers(name: str) -> str:
-    """Replaces the numbers in a name, so that layers share one: `blocks/*/mlp/w1`.
+    """Replaces the numbers in a name, as in `blocks/*/mlp/w1`, so that layers share it.
 
     Digits next to a letter stay, as in `w1`.
     """

@@ -15,10 +15,10 @@ from jax.sharding import AxisType
 def is_on_several_devices(x: jax.Array) -> bool:
     """Whether JAX knows, while it traces an array, that it lies on several devices.
 
-    The array may be partitioned over the devices or replicated: while it traces, JAX
-    may not know which. It knows of several devices if the arguments of the `jit` lie on
-    them, or under `jax.set_mesh`. It does not know yet if only `in_shardings` will
-    place the arguments there. Axes that `shard_map` maps do not count: along these, the
+    JAX knows if the arguments of the `jit` lie on several devices, or under
+    `jax.set_mesh`. It does not know yet if only `in_shardings` will place the arguments
+    there. Nor may it know, while it traces, whether the array is partitioned over the
+    devices or replicated. Axes that `shard_map` maps do not count: along these, the
     array is what a single replica holds.
     """
     mesh = jax.typeof(x).sharding.mesh
@@ -42,10 +42,11 @@ def varying_axes(x: jax.Array) -> frozenset:
 
 
 def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that sets the mesh of a tree's arrays, if it has explicit axes.
+    """Returns a context in which a program that was traced with these arrays can run.
 
-    A program that was traced with these arrays needs this mesh to run on others. If a
-    mesh is already set, or if no array has such a mesh, the context does nothing.
+    On other arrays, the program needs the mesh of these if that has explicit axes, so
+    the context sets it. If a mesh is already set, or if no array of the tree has such a
+    mesh, the context does nothing.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):

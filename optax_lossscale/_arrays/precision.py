@@ -1,9 +1,11 @@
-"""Which leaves loss scaling applies to, and in which dtypes it computes with them.
+"""Which leaves loss scaling applies to, and in which dtypes it computes.
 
 Loss scaling multiplies and divides *inexact* leaves, which hold floating-point or
 complex numbers of any width. It leaves all others as they are. *Narrow* leaves, which
 hold floating-point numbers of 16 bits or fewer, are converted to float32 first. If
 small gradients were divided by the loss scale in float16, they would underflow again.
+
+`precise_product` multiplies the loss scale itself, when it grows or backs off.
 """
 
 from collections.abc import Callable
@@ -61,7 +63,7 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
 
 
 def strongly_typed(x: Any, dtype: Any = None) -> Any:
-    """Converts `x` to a strongly typed array, in the given dtype or in its own.
+    """Converts `x` to a strongly typed array, of `dtype` or of its own dtype.
 
     If an array's type changed between weak and strong from one step to the next, JAX
     would trace and compile the step again.

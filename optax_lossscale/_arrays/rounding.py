@@ -87,9 +87,9 @@ def narrow_dtype(rest: Any) -> np.dtype:
 
 def _number_unless_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
     """`number` where `rounded` is still its rounding to float16, else `rounded`."""
-    # Bits are compared, and not values: if a rounded value is only compared, a compiler
-    # may leave the rounding out. The sign of a zero does not count, because adding an
-    # update turns -0.0 into 0.0.
+    # Bits are compared, and not values: where a rounded value is only compared, a
+    # compiler may leave the rounding out. The sign of a zero does not count, because
+    # adding an update of 0.0 turns -0.0 into 0.0.
     own_bits = _float16_bits(number)
     bits = _float16_bits(rounded)
     magnitude_bits = (own_bits | bits) & _MAGNITUDE_MASK_OF_16_BITS

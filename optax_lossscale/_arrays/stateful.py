@@ -6,10 +6,10 @@ A subclass has two kinds of fields:
         limit: int = 10  # configuration
         overflows: jax.Array = state_field(0)  # state
 
-*Configuration* never changes. It is passed to the constructor, which checks it. Under
-`jit` it is static, because it is part of the tree's structure. *State* changes from
-step to step, and its arrays are the leaves of the tree. `replace` returns a copy with
-new state, and `get_config` returns the configuration as a dict.
+*Configuration* never changes. It is passed to the constructor, which checks it, and
+`get_config` returns it as a dict. Under `jit` it is static, because it is part of the
+tree's structure. *State* changes from step to step, and its arrays are the leaves of
+the tree. `replace` returns a copy with new state.
 
 A subclass needs no decorator: `__init_subclass__` makes it a dataclass and registers it
 with JAX.
@@ -82,9 +82,9 @@ def state_field(
 def checked(
     check: validation.Check, *, default: Any = dataclasses.MISSING, **allowed: Any
 ) -> Any:
-    """Declares a field of configuration with the check that `__post_init__` applies.
+    """Declares a field of configuration, whose values `__post_init__` checks.
 
-    `allowed` are the keywords of the check, as in
+    `allowed` holds keywords for the check, as in
     `checked(validation.int_between, least=0, most=24)`. A subclass that declares the
     field again without a check inherits this one.
     """
@@ -119,6 +119,18 @@ class Stateful(abc.ABC):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
+        cls._sort_fields()
+        jax.tree_util.register_pytree_with_keys(
+            cls, cls._flatten_with_keys, cls._unflatten
+        )
+
+    @classmethod
+    def _sort_fields(cls) -> None:
+        """Lists the names of state and configuration, and the configuration's checks.
+
+        `_checks` begins with those of the base class, which a field without a check of
+        its own inherits.
+        """
         cls._state_names = []
         cls._static_names = []
         cls._checks = dict(cls._checks)
@@ -129,9 +141,6 @@ class Stateful(abc.ABC):
                 cls._static_names.append(field.name)
             if "check" in field.metadata:
                 cls._checks[field.name] = field.metadata["check"]
-        jax.tree_util.register_pytree_with_keys(
-            cls, cls._flatten_with_keys, cls._unflatten
-        )
 
     def __post_init__(self):
         """Checks the configuration; a subclass that overrides this must call it."""
@@ -234,10 +243,9 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        class_of_name = {}
-        for c in cls._classes:
-            if issubclass(c, cls) and not inspect.isabstract(c):
-                class_of_name[_config_name(c)] = c
+        subclasses = [c for c in cls._classes if issubclass(c, cls)]
+        concrete = [c for c in subclasses if not inspect.isabstract(c)]
+        class_of_name = {_config_name(c): c for c in concrete}
         match config:
             case {"class_name": str(name), "config": arguments, **rest} if not rest:
                 if name in class_of_name:
@@ -268,7 +276,7 @@ class Stateful(abc.ABC):
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """Calls `cls(**config)`; raises a `ValueError` that lists the keys if one is wrong."""
+    """Calls `cls(**config)`; a `ValueError` lists all keys if one is wrong."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**config)
@@ -282,7 +290,7 @@ def construct(cls: Callable[..., Any], config: Any) -> Any:
 
 
 def check_successor(new: Any, old: Stateful, method: str) -> None:
-    """Raises a `TypeError` unless `new`, from a user's method, may replace `old`.
+    """Raises a `TypeError` unless `new` may replace `old`; a user's method returned it.
 
     It must have the class and configuration of `old`, and its state must have the same
     shapes. Dtypes are not checked.
@@ -300,23 +308,19 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
-    """Returns `if_true` where the flag is True, else `if_false`, leaf by leaf.
+    """Returns `if_true` if the flag is True, else `if_false`; the flag may be traced.
 
-    Both are loss scales or both are skip rules, with the same structure. The flag may
-    be traced.
+    Both are loss scales or both are skip rules, with the same structure. Each leaf is
+    chosen by `jnp.where`.
     """
-
-    def choose_leaf(leaf_if_true, leaf_if_false):
-        return jnp.where(flag, leaf_if_true, leaf_if_false)
-
+    choose_leaf = functools.partial(jnp.where, flag)
     return jax.tree.map(choose_leaf, if_true, if_false)
 
 
 def _config_name(cls: type[Stateful]) -> str:
     """The name of a class in a config.
 
-    If a user's class has the same name as a class of this library, the name includes
-    its module.
+    It includes the module of a user's class that shares its name with one of ours.
     """
     our_names = {c.__name__ for c in Stateful._classes if _is_ours(c)}
     if cls.__name__ in our_names and not _is_ours(cls):

@@ -6,9 +6,8 @@ allowed: `int_between("margin", 3, least=0, most=24)`. It returns the value, or 
 number also accepts a NumPy scalar or an array of shape (), and returns a Python number.
 
 A function whose name begins with `check_` returns nothing. It raises an error if an
-argument has the wrong type, or does not fit the others. `argnums_tuple` returns the
-argument as a tuple. All checks run in Python, even while a step is traced, and none
-reads a traced number.
+argument has the wrong type, or does not fit the others. All checks run in Python, even
+while a step is traced, and none reads a traced number.
 """
 
 import math
@@ -29,8 +28,8 @@ ABOVE_ZERO = math.ulp(0.0)  # the smallest positive float
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 LARGEST_INT = int(np.iinfo(np.int32).max)
 
-
 Check = Callable[..., Any]
+"""A function that checks an argument, called as `check(name, value, **allowed)`."""
 
 
 def python_number(value: Any) -> int | float | None:
@@ -123,7 +122,7 @@ def check_bounds(
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """Checks that an argument is one of a few options, and has their type.
 
-    So 1 does not pass for True.
+    The type matters because 1 equals True, but should not pass for it.
     """
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:
@@ -154,9 +153,9 @@ def dtype_or_none(value: Any) -> np.dtype | None:
 
 
 def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
-    """Whether this is a function to call, and not a tree.
+    """Whether a value is a function, and not a tree that can be called.
 
-    Trees can be callable, too: an Equinox module is.
+    An Equinox module, for example, is such a tree.
     """
     return callable(value) and jax.tree_util.all_leaves([value])
 
@@ -183,16 +182,17 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
 
     Raises a `TypeError` for anything else, and a `ValueError` if an int occurs twice.
     """
-    positions = tuple(value) if isinstance(value, Sequence) else (value,)
-    got = shown(value)
-    for position in positions:
-        is_int = isinstance(position, (int, np.integer))
-        # A bool may have been meant for `has_aux`.
-        if not is_int or isinstance(position, bool):
-            raise TypeError(f"argnums must be an int or a sequence of ints, got {got}")
-    if len(set(positions)) < len(positions):
-        raise ValueError(f"argnums must name each argument once, got {got}")
-    return positions
+    argnums = tuple(value) if isinstance(value, Sequence) else (value,)
+    for argnum in argnums:
+        is_int = isinstance(argnum, (int, np.integer))
+        # A bool is an int, too, but may have been meant for `has_aux`.
+        if not is_int or isinstance(argnum, bool):
+            raise TypeError(
+                f"argnums must be an int or a sequence of ints, got {shown(value)}"
+            )
+    if len(set(argnums)) < len(argnums):
+        raise ValueError(f"argnums must name each argument once, got {shown(value)}")
+    return argnums
 
 
 def is_traced(tree: Any) -> bool:

@@ -1,7 +1,7 @@
 """Variables of Flax NNX, and the arrays in them.
 
 An `nnx.Optimizer` keeps each array of its state in a variable, an object that changes
-in place. Most of this package only works with arrays, so `without_variables` replaces
+in place. Most of this package works with arrays alone, so `without_variables` replaces
 each variable by its array. Flax is not imported here: a program that has not imported
 it has no variables.
 """
@@ -21,7 +21,7 @@ def is_variable(x: Any) -> bool:
 
 
 def is_module(x: Any) -> bool:
-    """Whether this is an `nnx.Module`, whose calls change its variables in place."""
+    """Whether this is an `nnx.Module`; calls may change its variables in place."""
     return is_of_nnx(x, "Module")
 
 
@@ -45,11 +45,15 @@ def distinct_nodes(nodes: list[T]) -> list[T]:
 
     Nodes without variables are all kept.
     """
-    first_nodes = {}
-    for position, node in enumerate(nodes):
-        key = variable_ids(node) or position
-        first_nodes.setdefault(key, node)
-    return list(first_nodes.values())
+    distinct = []
+    seen = set()
+    for node in nodes:
+        ids = variable_ids(node)
+        if ids not in seen:
+            distinct.append(node)
+        if ids:
+            seen.add(ids)
+    return distinct
 
 
 def variable_ids(tree: Any) -> tuple[int, ...]:

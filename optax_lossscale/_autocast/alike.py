@@ -45,4 +45,4 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
         tuple(stores),
         frozenset(positions[v] for v in island.kept_reductions),
     )
-    return hashable(key, island)
+    return hashable_or_id(key, island)

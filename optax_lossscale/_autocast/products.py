@@ -32,8 +32,8 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import (
     has_shardings,
-    made_by,
     needed_for,
+    producers_in,
     programs_in,
 )
 from optax_lossscale._programs.work import (

@@ -36,7 +36,7 @@ from optax_lossscale._programs.values import (
     shape_in,
     variables,
 )
-from optax_lossscale._programs.walk import made_by
+from optax_lossscale._programs.walk import producers_in
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan

@@ -37,7 +37,7 @@ from optax_lossscale._autocast.region import (
 )
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import size_of, variables
-from optax_lossscale._programs.walk import made_by, needed_for
+from optax_lossscale._programs.walk import needed_for, producers_in
 from optax_lossscale._programs.work import is_cheap
 
 

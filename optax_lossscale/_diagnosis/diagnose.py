@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.placement import in_mesh_of
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import verdict_and_advice
@@ -104,7 +104,7 @@ def diagnose(
         jax.debug_nans(False),
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
-        IS_REPORTED(True),
+        DIAGNOSING(True),
         in_mesh_of((params, args, kwargs)),
     ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)

@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.equations import is_one_to_one, keeps_numbers
 from optax_lossscale._diagnosis.notes import Origin
 from optax_lossscale._diagnosis.wide import runs_no_iterations, stays_narrow
 from optax_lossscale._programs.flat import all_flat
-from optax_lossscale._programs.keys import hashable, key_of
+from optax_lossscale._programs.keys import hashable_or_id, key_of
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
@@ -220,4 +220,4 @@ def _piece_of(instructions: Sequence[Instruction]) -> Piece:
         for v in instruction.eqn.outvars:
             numbers[v] = len(numbers)
     key += [v.aval for v in reads]
-    return Piece(instructions, reads, hashable(tuple(key), instructions))
+    return Piece(instructions, reads, hashable_or_id(tuple(key), instructions))

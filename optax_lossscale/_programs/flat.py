@@ -25,7 +25,6 @@ _MAX_INLINED = 100  # equations; a longer program stays a call
 class Flat(NamedTuple):
     """A program with its short calls, or all of its calls, inlined."""
 
-    # An inlined equation without a line of the user's code has the line of the call
     eqns: list[JaxprEqn]
     ins: list[Var]  # the arguments
     outs: list[Any]  # the results: variables, and literals that are scalars
@@ -35,7 +34,7 @@ class Flat(NamedTuple):
 
 @cached_by_program
 def flat(program: Any) -> Flat:
-    """Flattens a program as far as `autocast` can use it.
+    """Inlines the calls of a program that `autocast` need not treat as calls.
 
     Long `jit`s, `jit`s with shardings, checkpoints, and functions with custom
     derivatives stay single equations.
@@ -45,38 +44,26 @@ def flat(program: Any) -> Flat:
 
 @cached_by_program
 def all_flat(program: Any) -> Flat:
-    """Flattens a program completely, including checkpoints and custom derivatives."""
+    """Inlines every call of a program, even checkpoints and custom derivatives."""
     return _flattened(program, _callee)
 
 
 def _flattened(program: Any, callee_to_inline: Callable[[JaxprEqn], Any]) -> Flat:
-    """Flattens a program.
+    """Inlines calls: `callee_to_inline` returns the program of an equation, or None.
 
-    `callee_to_inline` returns the program to inline in place of an equation, or None to
-    keep the equation.
+    None keeps the equation as it is.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
 
-    def inline(program, args, call):
+    def inline(program, args, call_source):
         """Adds the equations of a program; returns its results in the flat program."""
         jaxpr = open_jaxpr(program)
         consts.update(zip(jaxpr.constvars, constants(program), strict=True))
         env = dict(zip(jaxpr.invars, args, strict=True))
-
-        def read(v):
-            if not isinstance(v, Literal):
-                return env.get(v, v)
-            if shape_in(v) == ():
-                return v
-            # With `jax_use_simplified_jaxpr_constants`, literals may be arrays.
-            constant = Var(v.aval)
-            consts[constant] = v.val
-            return constant
-
-        for traced in jaxpr.eqns:
-            operands = [read(v) for v in traced.invars]
-            eqn = _at_call(traced, call).replace(invars=operands)
+        for eqn in jaxpr.eqns:
+            operands = [_read(v, env, consts) for v in eqn.invars]
+            eqn = _at_call(eqn, call_source).replace(invars=operands)
             callee = callee_to_inline(eqn)
             if callee is None:
                 # The program may be called again, so each call gets new variables.
@@ -85,11 +72,26 @@ def _flattened(program: Any, callee_to_inline: Callable[[JaxprEqn], Any]) -> Fla
             else:
                 results = inline(callee, operands, _call_source(eqn))
             env.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [_read(v, env, consts) for v in jaxpr.outvars]
 
     ins = open_jaxpr(program).invars
     outs = inline(program, ins, source_info_util.new_source_info())
     return Flat(eqns, ins, outs, consts, argument_names(program))
+
+
+def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
+    """What stands for `v` in the flat program: by `env` if it is a variable, or itself.
+
+    With `jax_use_simplified_jaxpr_constants`, a literal may be an array. It becomes a
+    new variable, whose value is added to `consts`.
+    """
+    if not isinstance(v, Literal):
+        return env.get(v, v)
+    if shape_in(v) == ():
+        return v
+    constant = Var(v.aval)
+    consts[constant] = v.val
+    return constant
 
 
 def _call_source(eqn: JaxprEqn) -> Any:
@@ -101,19 +103,24 @@ def _call_source(eqn: JaxprEqn) -> Any:
     return source.replace(name_stack=source.name_stack.extend(name))
 
 
-def _at_call(eqn: JaxprEqn, call: Any) -> JaxprEqn:
-    """Puts an equation into the scopes of a call, and at its line if it has none."""
+def _at_call(eqn: JaxprEqn, call_source: Any) -> JaxprEqn:
+    """Puts an inlined equation into the scopes of the call that it was inlined from.
+
+    An equation without a line of the user's code gets the line of the call.
+    """
     source = eqn.source_info
-    name_stack = call.name_stack + source.name_stack
+    name_stack = call_source.name_stack + source.name_stack
     source = source.replace(name_stack=name_stack)
-    if call.traceback is not None and not users_line(eqn):
-        source = source.replace(traceback=call.traceback)
+    if call_source.traceback is not None and not users_line(eqn):
+        source = source.replace(traceback=call_source.traceback)
     return eqn.replace(source_info=source)
 
 
 def _callee(eqn: JaxprEqn) -> Any:
     """The program that an equation calls, such as that of a `jit`, or None."""
-    return programs_in(eqn)[0] if Trait.CALLS in traits(eqn) else None
+    if Trait.CALLS not in traits(eqn):
+        return None
+    return programs_in(eqn)[0]
 
 
 def _short_callee(eqn: JaxprEqn) -> Any:

@@ -1,9 +1,10 @@
 """Keys that are equal for equations that compute the same, whatever their variables.
 
-The layers of a model often repeat the same equations. By its key, a layer is recognized
-as one that was traced or compiled before. The variables differ from layer to layer, so
-`key_of` leaves the operands out. The caller adds them as positions in the layer: in
-both `c = mul a b` and `f = mul d e`, the operands are numbers 0 and 1.
+The layers of a model often repeat the same equations. If the keys of a layer equal
+those of an earlier layer, what was traced or compiled for that one is used again. The
+variables differ from layer to layer, so `key_of` leaves the operands out. The caller
+adds their positions in the layer instead: in both `c = mul a b` and `f = mul d e`, the
+operands have the positions 0 and 1.
 """
 
 from collections.abc import Hashable
@@ -16,7 +17,10 @@ from optax_lossscale._programs.values import dtype_in
 
 
 def key_of(eqn: JaxprEqn) -> Hashable:
-    """A key for what an equation does to its operands, which may not be hashable."""
+    """A key for what an equation does to its operands; see `hashable_or_id`.
+
+    The key may not be hashable, because it holds the parameters of the operation.
+    """
     # The sort compares only names: no two parameters have the same one.
     params = tuple(sorted(eqn.params.items()))
     return eqn.primitive, params, eqn.ctx
@@ -27,14 +31,14 @@ def key_of_literal(literal: Literal) -> Hashable:
     return dtype_in(literal), np.asarray(literal.val).tobytes()
 
 
-def hashable(key: Hashable, described: Any) -> Hashable:
-    """Returns the key, or the `id` of the object it describes if it is not hashable.
+def hashable_or_id(key: Any, owner: Any) -> Hashable:
+    """Returns the key of `owner`, or the `id` of `owner` if the key is not hashable.
 
-    The caller has to keep the object alive. Once it is freed, another object may get
-    the same `id`.
+    The caller has to keep `owner` alive. Once it is freed, another object may get the
+    same `id`.
     """
     try:
         hash(key)
     except TypeError:
-        return id(described)
+        return id(owner)
     return key

@@ -30,13 +30,13 @@ def users_line(eqn: JaxprEqn) -> str:
     """The innermost line of the user's code that led to an equation; "" if none did.
 
     For example, `model.py:12 (f)`. JAX traces a jitted function once for all calls, and
-    may store no frames of its callers. So an equation in a jitted helper of JAX or Flax
-    may have no line of the user's.
+    may not store the frames of its callers. So an equation in a jitted helper of JAX or
+    Flax may have no line of the user's.
     """
-    folders = [_package_folder(package) for package in _FRAMEWORKS]
-    frameworks = tuple(folder for folder in folders if folder)
+    folders = map(_package_folder, _FRAMEWORKS)
+    imported = tuple(folder for folder in folders if folder)
     for frame in reversed(_frames(eqn)):
-        if not frame.startswith(frameworks):
+        if not frame.startswith(imported):
             return _shortened(frame)
     return ""
 
@@ -44,14 +44,14 @@ def users_line(eqn: JaxprEqn) -> str:
 def line_of(eqn: JaxprEqn, outer_line: str = "") -> str:
     """The user's line that made an equation, or the best substitute.
 
-    That is `outer_line`, the line of the equation that holds this one, or "an unknown
-    line" if `outer_line` is "".
+    If there is no such line, it is `outer_line`, the line of the equation that holds
+    this one. If that is "", too, it is "an unknown line".
     """
     return users_line(eqn) or outer_line or "an unknown line"
 
 
-def is_of_optax(eqn: JaxprEqn) -> bool:
-    """Whether code of Optax made an equation, except for Optax's losses."""
+def is_made_by_optax(eqn: JaxprEqn) -> bool:
+    """Whether code of Optax made an equation; the code of its losses does not count."""
     optax = _package_folder("optax")
     frames = _frames(eqn)
     if not optax or not frames:
@@ -69,8 +69,12 @@ def _frames(eqn: JaxprEqn) -> list[str]:
 
 def _package_folder(package: str) -> str:
     """The path of an imported package's folder, with a slash; "" if not imported."""
-    path = getattr(sys.modules.get(package), "__file__", None)
-    return os.path.join(os.path.dirname(path), "") if path else ""
+    module = sys.modules.get(package)
+    path = getattr(module, "__file__", None)
+    if not path:
+        return ""
+    folder = os.path.dirname(path)
+    return os.path.join(folder, "")
 
 
 def _shortened(frame: str) -> str:

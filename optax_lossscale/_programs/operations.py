@@ -21,10 +21,10 @@ class Trait(Flag):
     """The traits of operations; an operation may have several.
 
     Some operations only return numbers of their operands, so they compute the same in
-    any dtype. In which dtype they run depends on their derivative. If the derivative is
-    a sum, which would lose digits in 16 bits, the operation runs in the dtype in which
-    it was traced. Otherwise it may run in the dtype in which its operands are stored,
-    even in 16 bits. It does so if it has a trait of `RUNS_AS_STORED`. An example of
+    any dtype. Their derivatives may not: a sum would lose digits in 16 bits. So if the
+    derivative is a sum, the operation runs in the dtype in which it was traced. If it
+    has a trait of `RUNS_AS_STORED`, it runs in the dtype in which its operands are
+    stored, even in 16 bits. (Each operation that `SELECTS` also `MOVES`.) An example of
     each trait:
 
     ========  ==================  ================================  =========
@@ -38,14 +38,14 @@ class Trait(Flag):
     CHOOSES   `clamp`             sums, where one bound serves all  as traced
     ========  ==================  ================================  =========
 
-    An operation that `SPREADS` returns 16 bits if its result is stored in 16 bits, but
-    its derivative, a sum over devices, runs in float32. Every other operation runs as
-    traced, except for products and for sums that are stored in 16 bits.
+    An operation that `SPREADS` runs in 16 bits if `autocast` stores its result in 16
+    bits, but its derivative, a sum over devices, runs in float32. Every other operation
+    runs as traced, except for products and for sums that are stored in 16 bits.
     """
 
     # --- how numbers are moved and chosen ---
 
-    # Only moves or reshapes numbers.
+    # Only moves numbers, or leaves some out, as `reshape` and `slice` do.
     MOVES = auto()
     # Returns parts of an operand, which may lack the largest numbers of the whole.
     SELECTS = auto()
@@ -57,8 +57,8 @@ class Trait(Flag):
     # Copies an array to many devices, or marks it as one that may differ between them.
     # Its derivative is a sum over these devices.
     SPREADS = auto()
-    # Occurs only where JAX tracks along which mesh axes each array varies. If it also
-    # `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
+    # Occurs only where JAX tracks the mesh axes along which each array varies. If it
+    # also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
     VARIES = auto()
     # Returns numbers of its operands, possibly negated or cast, so it needs no more
     # range than they do. The derivative of some such operations is a sum.
@@ -75,9 +75,9 @@ class Trait(Flag):
 
     # Adds or subtracts two operands, number by number.
     ADDS_TWO = auto()
-    # Sums many terms: in 16 bits, the last ones are lost once the sum is large. A sum
-    # over devices also `SENDS`. It has few terms, one for each device, so it runs in
-    # the dtype in which its operands are stored.
+    # Sums many terms. In 16 bits, the last terms are lost once the sum is large. A sum
+    # over devices also `SENDS`. It has only one term for each device, so it runs in the
+    # dtype in which its operands are stored.
     ADDS_MANY = auto()
     # Combines the numbers along its `axes` into one.
     REDUCES = auto()
@@ -138,7 +138,7 @@ class Row(NamedTuple):
 
     traits: Trait = Trait(0)
     # How `terms_of` in `_programs/work.py` counts the terms of a sum: "contracted",
-    # "kernel", "last", "updates", or the name of a parameter
+    # "kernel", "last", "updates", or the name of a parameter. None stands for one term.
     terms: str | None = None
     # The operation's role in the formula of a norm, for `_autocast/normalized.py`
     formula: str | None = None
@@ -158,10 +158,11 @@ def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
 UNKNOWN = Row(programs=None)
 """The row of an operation that is not in the table: nothing is assumed about it.
 
-`autocast` runs it in the dtypes in which it was traced, never computes the products in
-its programs in 16 bits, and never puts it into an island: the operations between two
-products that run in float32 as one unit. The reports assume that it runs every program
-among its parameters, and `dtype_report` lists it as one that it cannot look into.
+`autocast` runs it in the dtypes in which it was traced. It never computes the products
+in the operation's programs in 16 bits, and never puts the operation into an island, the
+operations between two products that run in float32 as one unit. The reports assume that
+the operation runs every program among its parameters, and `dtype_report` lists it as
+one that it cannot look into.
 """
 
 # The names are those of primitives, as jaxprs print them: `lax.ragged_dot` is called
@@ -258,7 +259,7 @@ _ROWS = {
     "scan": _row("SCANS", programs="jaxpr"),
     "shard_map": _row("MAPS", programs="jaxpr"),
     "while": _row("WHILE", programs="cond_jaxpr body_jaxpr"),
-    # Cheap, of any range
+    # Cheap; nothing is assumed about the range of the results
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
         "ge gt iota is_finite le lt ne not one_minus_square or polynomial "

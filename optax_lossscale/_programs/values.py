@@ -27,16 +27,17 @@ Atom = Var | Literal
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
 HALVES = frozenset(map(jnp.dtype, ("float16", "bfloat16")))
+"""The dtypes that `autocast` may compute products in, half as wide as float32."""
 
 
 def dtype_in(x: Any) -> Any:
-    """The dtype of an array, abstract or not, a variable or a literal, or else None."""
+    """The dtype of a value or an abstract value; None if it has no dtype."""
     aval = getattr(x, "aval", x)
     return getattr(aval, "dtype", None)
 
 
 def is_inexact(v: Any) -> bool:
-    """Whether a variable or an array holds floating-point or complex numbers."""
+    """Whether a value holds floating-point or complex numbers."""
     return is_inexact_dtype(dtype_in(v))
 
 
@@ -67,8 +68,8 @@ def astype(x: Any, dtype: Any) -> Any:
 def _mesh_context(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which JAX allows operations on `x`, whatever its mesh.
 
-    Inside `auto_axes`, an array's mesh may differ from the mesh of the context: the
-    axes are the same, but their types are not. JAX refuses operations on such an array.
+    Inside `auto_axes`, an array's mesh may have the axes of the context's mesh, but of
+    other types. JAX refuses operations on such an array.
     """
     mesh = jax.typeof(x).sharding.mesh
     context_mesh = jax.sharding.get_abstract_mesh()
@@ -80,7 +81,7 @@ def _mesh_context(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[
 
 
 def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Casts each array to the dtype at the same position, as `astype` does."""
+    """Casts each array to the dtype at the same position, with `astype`."""
     pairs = zip(xs, dtypes, strict=True)
     return [astype(x, dtype) for x, dtype in pairs]
 
@@ -93,7 +94,7 @@ def dtypes_in(values: Sequence[Any]) -> list[Any]:
 def lengths_of(array: Any) -> list[int]:
     """The lengths of an array's axes; a symbolic length of `jax.export` counts as 1024.
 
-    A token is not an array, and has no axes.
+    A token, which has no shape, has no axes either.
     """
     shape = getattr(array, "shape", ())
     return [n if isinstance(n, int) else 1024 for n in shape]

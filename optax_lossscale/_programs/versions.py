@@ -1,8 +1,8 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
 Jaxprs are internal to JAX, and their attributes change from release to release. Only
-this file reads the attributes that differ between the supported releases. Where the
-release of a change is known, a comment names it after `since jax` or `before jax`. (An
+this file reads the attributes that differ between the supported releases. A comment
+`since jax …` or `before jax …` names the release of a change where it is known. (An
 operation that only some releases have is listed in `operations.py` like any other.)
 
 A function with an argument `jaxpr` accepts an open one (`jax.extend.core.Jaxpr`) or a

@@ -1,15 +1,19 @@
 """The programs in an equation, and the values that a value depends on.
 
-`programs_in` lists the programs that an equation holds. `result_programs` lists the
-programs that compute its results: all of them, except for the condition of a `while`.
-The operands from position `first_inside` on are the arguments of these
-programs, and `carried_by` returns the positions of a loop's carry. For a
-`scan` over one array, with 2 constants and 1 carry, the operands are
-`const, const, carry, xs`, and:
+- `programs_in(eqn)` lists all programs that an equation holds.
+- `result_programs(eqn)` lists those that compute its results. Only the condition of a
+  `while` computes none.
+- `first_inside(eqn)` is the position of the first operand that these programs get as an
+  argument.
+- `carried_by(eqn)` is the range of the operands that a loop carries from turn to turn.
 
+For example, let a `while` loop carry two numbers, and let its condition read one
+constant, and its body none. Its operands are `const, carry, carry`, and:
+
+    programs_in(eqn) == [condition, body]
     result_programs(eqn) == [body]
-    first_inside(eqn) == 0
-    carried_by(eqn) == range(2, 3)
+    first_inside(eqn) == 1
+    carried_by(eqn) == range(1, 3)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +59,8 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
 def result_programs(eqn: JaxprEqn) -> list[Any]:
     """The programs that compute the results of an equation that `enter` can run.
 
-    These are all of its programs, except for the condition of a `while`.
+    These are all of its programs, except for the condition of a `while`, which only
+    decides whether the loop goes on.
     """
     programs = programs_in(eqn)
     return programs[1:] if Trait.WHILE in traits(eqn) else programs
@@ -72,7 +77,12 @@ def first_inside(eqn: JaxprEqn) -> int:
 
 
 def carried_by(eqn: JaxprEqn) -> range:
-    """The positions of a loop's carry among its operands; empty for other equations."""
+    """The positions of a loop's carry among its operands; empty for other equations.
+
+    The operands of a `scan` are its constants, its carry and the arrays that it scans.
+    Those of a `while` are the constants of its condition, those of its body, and its
+    carry.
+    """
     if Trait.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
@@ -82,7 +92,7 @@ def carried_by(eqn: JaxprEqn) -> range:
     return range(0)
 
 
-def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
+def producers_in(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
     """Maps each result of some equations to the equation that computes it, in order."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
@@ -90,7 +100,8 @@ def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
 def needed_for(values: Iterable[Any], producers: Mapping[Var, JaxprEqn]) -> set[Var]:
     """The variables among `values`, and all variables that they are computed from.
 
-    `producers` holds the equations to look through, as `made_by` returns them.
+    `producers` is what `producers_in` returns for the equations to look through. A
+    variable that none of them computes is where the search ends.
     """
     needed: set[Var] = set()
     unvisited = variables(values)

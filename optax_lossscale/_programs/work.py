@@ -1,13 +1,13 @@
 """Which equations are products, which are cheap, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums. Inner
-products don't count, because their results are single numbers. Outer products don't
-count, because they sum nothing.
+products don't count, because each returns a single number. Outer products don't count,
+because they sum nothing.
 
-The work of a product is the number of its results times the terms that each result
-sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms each.
-How terms are counted differs between operations: the cell `terms` in an operation's row
-in `operations.py` says how.
+The work of a product is the number of its results times the number of terms that each
+result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms
+each, so its work is 64 multiplications. How terms are counted differs between
+operations: the cell `terms` in an operation's row in `operations.py` says how.
 """
 
 import math
@@ -26,10 +26,10 @@ from optax_lossscale._programs.walk import programs_in
 
 
 def is_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product: a matrix product or convolution that sums.
+    """Whether an equation is a matrix product or a convolution that sums.
 
-    Inner products don't count: they return a single number, or one for each index of a
-    batch.
+    An inner product is not, whether it returns a single number, or one for each index
+    of a batch.
     """
     if Trait.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
@@ -45,8 +45,8 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation takes so little time that it may be computed more than once.
 
     Its operation must be `CHEAP`, and all equations in the programs that it holds must
-    be cheap. A product is not cheap. Nor is an equation with effects, which must run
-    exactly once.
+    be cheap in turn. A product is not cheap. Nor is an equation with effects, because
+    it must run exactly once.
     """
     if eqn.effects or is_product(eqn) or Trait.CHEAP not in traits(eqn):
         return False
@@ -79,7 +79,8 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 def results_of(eqn: JaxprEqn) -> int:
     """How many results a product computes, each a sum of `terms_of` terms.
 
-    Fewer results are counted if not all of their terms cost a multiplication.
+    If some terms cost no multiplication, it counts fewer results, so that results times
+    terms is still about the number of multiplications.
     """
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
@@ -115,7 +116,7 @@ def terms_of(eqn: JaxprEqn) -> int:
             operand = eqn.invars[2]
             # An upper bound: a result sums all updates if all have the same index.
             window = params["dimension_numbers"].update_window_dims
-            axes = range(operand.aval.ndim)
+            axes = range(len(shape_in(operand)))
             summed = set(axes).difference(window)
         case "window_dimensions":
             return math.prod(params[terms])

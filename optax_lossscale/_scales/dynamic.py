@@ -1,8 +1,9 @@
 """The dynamic loss scale, which grows at finite steps and backs off at overflows.
 
-The largest scale without overflow depends on the gradients, and changes during
-training. This rule finds it by trial and error: it raises the scale from time to time
-until gradients overflow, and then lowers it again. For example, with the defaults::
+The largest scale at which no gradient overflows depends on the gradients, and changes
+during training. This rule follows it by trial and error: it raises the scale from time
+to time until gradients overflow, and then lowers it again. For example, with the
+defaults::
 
     2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
 
@@ -44,7 +45,7 @@ class DynamicLossScale(LossScale):
             if growth_counter == growth_interval:
                 growth_counter = 0
                 loss_scale = min(loss_scale * growth_factor, max_scale)
-                hysteresis_left = hysteresis    # with hysteresis_refill="growth"
+                hysteresis_left = hysteresis    # see hysteresis_refill
         else:
             growth_counter = 0
             if hysteresis_left > 1:
@@ -70,8 +71,8 @@ class DynamicLossScale(LossScale):
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
         finite step, as with DeepSpeed's `consecutive_hysteresis`.
-      can_be_exhausted: whether an overflow at a scale that cannot be lowered makes it
-        `exhausted`.
+      can_be_exhausted: whether a scale becomes `exhausted` by an overflow at which it
+        would back off, but cannot be lowered.
       initial_growth_counter: the initial value of `growth_counter`, from 0 to
         `growth_interval - 1`.
 
@@ -147,21 +148,21 @@ class DynamicLossScale(LossScale):
         scale = self()
         backs_off = self.hysteresis_left <= 1
         lowered = self._rescaled(self.backoff_factor)
-        refilled = self.hysteresis if self.hysteresis_refill == "rescale" else 1
-        decremented = self.hysteresis_left - 1
         is_stuck = backs_off & (lowered >= scale)
+        refills = self.hysteresis_refill == "rescale"
+        left_after_backoff = self.hysteresis if refills else 1
+        one_fewer = self.hysteresis_left - 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
-            hysteresis_left=jnp.where(backs_off, refilled, decremented),
+            hysteresis_left=jnp.where(backs_off, left_after_backoff, one_fewer),
             _exhausted=self.can_be_exhausted & is_stuck,
         )
 
     def _rescaled(self, factor: float) -> jax.Array:
         """Multiplies the scale by a factor, within the bounds; float32, shape ().
 
-        Returns the old scale if even the clipped product is not a normal float32
-        number.
+        If even the clipped product is not a normal float32 number, the scale stays.
         """
         scale = self()
         product = precise_product(scale, factor)

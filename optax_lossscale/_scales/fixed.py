@@ -56,7 +56,7 @@ class FixedLossScale(LossScale):
         super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
-        # This `__init__` accepts only `scale`, so a subclass could not initialize
+        # The `__init__` above accepts only `scale`, so a subclass could not initialize
         # fields of its own.
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"

@@ -1,18 +1,18 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
 At each step, the rule reads the exponent of the largest gradient. It remembers the
-largest exponent of recent steps, and chooses the scale that keeps this gradient
-`margin` bits below 2**16, where float16 overflows. For example, a gradient of 2**-9 has
-the exponent -8, because the next larger power of two is 2**-8. With a margin of 1 bit,
-the scale becomes 2**(16 - 1 + 8) = 2**23.
+largest exponent of recent steps, and chooses the scale that keeps a gradient with this
+exponent `margin` bits below 2**16, where float16 overflows. For example, a gradient of
+2**-9 has the exponent -8, because the next larger power of two is 2**-8. With a margin
+of 1 bit, the scale becomes 2**(16 - 1 + 8) = 2**23.
 
 Only the gradients of the parameters are measured. If gradients inside the model are
 larger, steps overflow all the same. Such overflows lower the scale by some more bits,
 which are called the `reserve`.
 
 Both the remembered exponent and the reserve decay while no step confirms them, by at
-least one bit in `memory` steps, or 64 times as slowly while all gradients are zero. The
-memory is short at first, and a run of overflows lengthens it.
+least one bit in `memory` steps. The memory is short at first, and a run of overflows
+lengthens it. While all gradients are zero, the decay is 64 times as slow.
 """
 
 from typing import Any, Self
@@ -29,9 +29,10 @@ from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 _OVERFLOW_BITS = 16  # All finite float16 numbers are below 2**16.
-# A reserve this deep means that the batch is at fault: float16's numbers span 40 bits,
-# so gradients that used to fit underflow at such a scale. This is also the most that
-# one overflow adds to the reserve, apart from rounding.
+# A reserve this deep means that the batch is at fault: of the 40 bits that float16's
+# numbers span, it leaves at most 8, so gradients that are further below the largest
+# underflow. This is also the most that one overflow adds to the reserve, apart from
+# rounding.
 _DEEP_BITS = 32
 # The remembered exponent decays twice as fast if the step's is this many bits lower.
 _GAP_BITS = 10
@@ -103,9 +104,10 @@ class HeadroomLossScale(LossScale):
     helped. In the latter case, the batch is to blame, and 64 overflows are excused.
 
     The `memory` is the number of steps in which `largest` and `reserve` fall by at
-    least one bit; while all gradients are zero, that takes 64 times as many steps. The
-    memory begins at 0, and grows to 32 with the measured steps. Each run of overflows
-    doubles it, to at least 32 and at most 512, from where it slowly shrinks back to 32.
+    least one bit. While all gradients are zero, that takes 64 times as many steps. The
+    memory begins at 0, and each measured step lengthens it up to 32. Each run of
+    overflows doubles it, to at least 32 and at most 512. From there it slowly shrinks
+    back to 32.
 
     If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
     may have underflowed. So the scale grows at such steps, but slowly: without a
@@ -156,10 +158,10 @@ class HeadroomLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        gradient = largest_on_all_replicas(grads, axis_name)
-        finite = jnp.isfinite(gradient)
-        is_nonzero = gradient > 0
-        after_nonzero_step = self._after_nonzero_step(gradient)
+        largest_gradient = largest_on_all_replicas(grads, axis_name)
+        finite = jnp.isfinite(largest_gradient)
+        is_nonzero = largest_gradient > 0
+        after_nonzero_step = self._after_nonzero_step(largest_gradient)
         after_zero_step = self._after_zero_step()
         after_finite_step = choose(is_nonzero, after_nonzero_step, after_zero_step)
         new = choose(finite, after_finite_step, self._after_overflow())
@@ -196,9 +198,9 @@ class HeadroomLossScale(LossScale):
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
     def _after_overflow(self) -> Self:
-        """Lowers the scale after an overflow, which says nothing about its size.
+        """Lowers the scale after an overflow, which does not show how far it went.
 
-        The reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The
+        So the reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The
         first overflow of a run lengthens the memory.
         """
         is_excused = self._overflows < 0
@@ -207,20 +209,19 @@ class HeadroomLossScale(LossScale):
         reserve = jnp.where(is_excused, self._reserve, deeper_reserve)
 
         is_first = self._overflows == 0
-        longer_memory = 2 * self._memory
-        longer_memory = jnp.clip(longer_memory, _SHORTEST_MEMORY, _LONGEST_MEMORY)
-        memory = jnp.where(is_first, longer_memory, self._memory)
+        doubled = jnp.clip(2 * self._memory, _SHORTEST_MEMORY, _LONGEST_MEMORY)
+        memory = jnp.where(is_first, doubled, self._memory)
 
         overflows = optax.safe_increment(self._overflows)
         new = self._scaled_for(self._largest(), reserve, overflows)
         return new.replace(_memory=memory)
 
-    def _after_nonzero_step(self, gradient: jax.Array) -> Self:
+    def _after_nonzero_step(self, largest_gradient: jax.Array) -> Self:
         """Adapts the scale to a finite step whose largest gradient is not zero.
 
         The first such step decides alone, because the memory is still 0.
         """
-        _, exponent = jnp.frexp(gradient)
+        _, exponent = jnp.frexp(largest_gradient)
         size = exponent.astype(jnp.float32)
         memory = jnp.maximum(self._memory, _FIRST_MEMORY)
         fall = 1 / memory
@@ -249,7 +250,7 @@ class HeadroomLossScale(LossScale):
         """Raises the scale after a step whose gradients are all zero.
 
         They may all have underflowed, but usually they have not. So the scale rises far
-        more slowly than after a step that measures small gradients.
+        more slowly than after a step whose gradients are small but not zero.
         """
         memory = jnp.maximum(self._memory, _SHORTEST_MEMORY)
         fall = 1 / (_ZERO_STEPS * memory)
@@ -259,9 +260,9 @@ class HeadroomLossScale(LossScale):
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
-        It shrinks by `fall * (1 + reserve)`, and so reaches 0. If the reserve is deep,
-        it has not helped, so the batch was at fault. Then the reserve is given up, and
-        further overflows are excused.
+        It shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so that it
+        reaches 0. A deep reserve has not helped, so the batch was at fault. Then the
+        reserve is given up, and further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
@@ -274,8 +275,8 @@ class HeadroomLossScale(LossScale):
     def _largest(self) -> jax.Array:
         """Returns the `size` of the largest remembered gradient.
 
-        The size has a fraction because it decays. It is computed from the scale rather
-        than stored, so that the rule continues from a scale that was set by hand.
+        The size has a fraction because it decays. It is not stored, but computed from
+        the scale, so that the rule continues from a scale that was set by hand.
         """
         _, exponent = jnp.frexp(self() / 2)  # The scale is 2**exponent.
         max_size = _OVERFLOW_BITS - exponent  # A larger gradient would overflow.
@@ -288,14 +289,15 @@ class HeadroomLossScale(LossScale):
 
         All arguments have shape (); `largest` and `reserve` are float32.
         """
-        max_exponent = _OVERFLOW_BITS - self.margin - largest
-        max_exponent = jnp.clip(max_exponent, -_MAX_EXPONENT, _MAX_EXPONENT)
-        unrounded = jnp.maximum(max_exponent - reserve, -_MAX_EXPONENT)
+        # The exponent that the scale would have without a reserve and without rounding
+        ideal = _OVERFLOW_BITS - self.margin - largest
+        ideal = jnp.clip(ideal, -_MAX_EXPONENT, _MAX_EXPONENT)
+        unrounded = jnp.maximum(ideal - reserve, -_MAX_EXPONENT)
         exponent = jnp.floor(unrounded)
         # `exp2` is inexact, and would not return a power of two.
         one = jnp.float32(1)
         loss_scale = jnp.ldexp(one, exponent.astype(jnp.int32))
-        spare_bits = self.margin + max_exponent - exponent
+        spare_bits = self.margin + ideal - exponent
         return self.replace(
             loss_scale=loss_scale,
             spare_bits=spare_bits,

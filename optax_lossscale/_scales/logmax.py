@@ -39,17 +39,21 @@ class LogMaxLossScale(LossScale):
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    `adjust`, which is passed only a flag, averages overflows and ignores finite steps.
+    A step whose gradients are all zero is averaged as if its largest gradient were
+    2**-126. `adjust`, which is passed only a flag, averages overflows and ignores
+    finite steps.
 
     Args:
       initial_scale: the loss scale before the first step, within the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: determines how an overflow enters the averages: as `x = 2**log_max`, as
-        in OpenSeq2Seq. The default stands for `x = 65536`. At most 60.
+      log_max: an overflow enters the averages as `x = 2**log_max`, although `x` is
+        otherwise a logarithm, as in OpenSeq2Seq. With the default of 16, that is 65536.
+        At most 60.
       beta1: the decay of the mean, in [0, 1).
       beta2: the decay of the averages from which the spread is computed, in [0, 1).
-      overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
+      overflow_std_dev: how many spreads above the mean log2 of a gradient may be
+        without an overflow, from 0 to 1e6.
 
     Attributes:
       mean: moving average of `x` with decay `beta1`, not bias-corrected; float32, shape
@@ -109,15 +113,14 @@ class LogMaxLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        gradient = largest_on_all_replicas(grads, axis_name)
-        finite = jnp.isfinite(gradient)
-        positive = jnp.maximum(gradient, validation.SMALLEST)
-        log2_gradient = jnp.log2(positive)
-        x = jnp.where(finite, log2_gradient, self._x_of_overflow())
+        largest_gradient = largest_on_all_replicas(grads, axis_name)
+        finite = jnp.isfinite(largest_gradient)
+        positive = jnp.maximum(largest_gradient, validation.SMALLEST)
+        x = jnp.where(finite, jnp.log2(positive), self._x_of_overflow())
         return self._observe(x), finite
 
     def _x_of_overflow(self) -> jax.Array:
-        """Returns the `x` of an overflow: `2**log_max`, as in OpenSeq2Seq."""
+        """Returns the `x` of an overflow: `2**log_max`, although `x` is a logarithm."""
         return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:

@@ -201,8 +201,8 @@ class LossScale(Stateful):
 def checks_gradients(update: T) -> T:
     """Marks an `update` method that checks all gradients, so that the step need not.
 
-    The mark is on the function, not on the class, so a subclass that overrides `update`
-    does not inherit it.
+    The mark is on the function, not on the class. So if a subclass overrides `update`,
+    its `update` is not marked, and the step checks.
     """
     vars(update)["checks_gradients"] = True
     return update

@@ -107,6 +107,7 @@ class ToleranceLossScale(LossScale):
     def _after_finite_step(self) -> Self:
         """Counts a finite step, and grows the scale if that is due."""
         scale = self()
+        steps = optax.safe_increment(self.steps)
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         product = precise_product(scale, self.factor)
@@ -115,7 +116,7 @@ class ToleranceLossScale(LossScale):
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
-            steps=jnp.where(due, 0, optax.safe_increment(self.steps)),
+            steps=jnp.where(due, 0, steps),
             _exhausted=False,
         )
 
@@ -133,9 +134,9 @@ class ToleranceLossScale(LossScale):
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)
-        falls = backs_off & ~exhausted
+        is_rescaled = backs_off & ~exhausted  # by a `threshold`, a scale may also rise
         return self.replace(
-            loss_scale=jnp.where(falls, lowered, scale),
+            loss_scale=jnp.where(is_rescaled, lowered, scale),
             growth_counter=0,
             steps=jnp.where(backs_off, 0, steps),
             overflows=jnp.where(backs_off, 0, overflows),

@@ -5,10 +5,11 @@ other steps, because gradients that are finite but far larger than usual can und
 model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
 a norm above 10.
 
-The training step measures the norm and calls `update`, which calls `decide`, the method
+The training step measures the norm and calls `update`. This calls `decide`, the method
 that each rule defines, and keeps the counts that all rules share. One of these counts,
 the `skip_debt`, makes sure that no rule stops training unnoticed: skipped steps add to
-the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it is large.
+the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it exceeds
+20 times `max_consecutive_skips`.
 """
 
 import abc
@@ -153,4 +154,5 @@ def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
     (2, length), with the newest numbers first; `numbers` has shape (2,).
     """
     newest = numbers[:, None]
-    return jnp.concatenate([newest, window[:, :-1]], axis=1)
+    without_oldest = window[:, :-1]
+    return jnp.concatenate([newest, without_oldest], axis=1)

@@ -1,9 +1,9 @@
 """The recommended rule, which skips steps far above the usual norm or loss.
 
 Order statistics of the last applied steps define what is usual: the median, the upper
-quartile, and a value that several steps reached. A single spike hardly moves these,
-whereas it would move a mean and a standard deviation. They are computed on log2 of
-norms and losses, so multiplying all norms, or all losses, by a constant changes
+quartile, and the largest value that several steps reached. A single spike hardly moves
+these, whereas it would move a mean and a standard deviation. They are computed on log2
+of norms and losses, so multiplying all norms, or all losses, by a constant changes
 nothing.
 
 For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
@@ -25,12 +25,12 @@ from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 # its median to a quartile.
 _DEVIATION = 1.4826
 _MIN_HISTORY = 8  # With fewer steps in the window, nothing is a spike.
-_ENOUGH_HISTORY = 24.0  # With fewer steps in the window, proportionally more is usual.
+_ENOUGH_HISTORY = 24.0  # With fewer steps in it, `least` is raised in proportion.
 # A value is usual if at least 3 steps of the window reached it, or 1 in 20 if that is
 # more.
 _MIN_COMMON = 3
 _COMMON_SHARE = 20
-# Marks an empty place of the window. It is larger than any logarithm, so it sorts last.
+# Marks an empty place of the window. It exceeds log2 of any float32, so it sorts last.
 _UNKNOWN = 1e3
 
 _positive = partial(

@@ -41,7 +41,8 @@ class DropNorm(NamedTuple):
     """A threshold for `skips.axlearn` that follows the norms of applied steps.
 
     Once `min_count` steps have been applied, the threshold is `mean_factor` times the
-    moving average of their norms, plus `stddev_factor` times their standard deviation.
+    moving average of the norms of applied steps, plus `stddev_factor` times their
+    standard deviation. Before that, it is 1e10.
     """
 
     mean_factor: float
@@ -64,9 +65,9 @@ class MovingAverageSkipRule(SkipRule):
 
     Attributes:
       count: how many steps have been applied so far; int32, shape (); state.
-      mean: moving average of their norms; float32, shape (); state.
-      mean_square: moving average of the squares of their norms; float32, shape ();
-        state.
+      mean: moving average of their norms, 1 at first; float32, shape (); state.
+      mean_square: moving average of the squares of their norms, 1 at first; float32,
+        shape (); state.
     """
 
     mean_factor: float = checked(validation.positive)

@@ -26,10 +26,10 @@ from jax import lax
 
 from optax_lossscale._arrays.finite import (
     AxisName,
-    across,
     all_finite,
     norm_and_all_finite,
     on_all_replicas,
+    reduce_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.stateful import check_successor, choose
@@ -97,7 +97,7 @@ def _check_gradients(
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
-        norm = across(lax.pmax, norm, axis_name)
+        norm = reduce_replicas(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
     update = type(state.loss_scale).update
     checks_itself = getattr(update, "checks_gradients", False)

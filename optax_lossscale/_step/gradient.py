@@ -80,7 +80,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     loss_scale = resolve(loss_scale)
     warn_of_float16(loss, loss_scale)
     wide = at_least_float32(loss)
-    return wide if IS_REPORTED.value else _with_scaled_tangent(wide, loss_scale)
+    return wide if DIAGNOSING.value else _with_scaled_tangent(wide, loss_scale)
 
 
 @jax.custom_jvp

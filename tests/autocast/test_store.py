@@ -11,7 +11,7 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
 from optax_lossscale._programs.versions import name_of
-from optax_lossscale._programs.walk import made_by
+from optax_lossscale._programs.walk import producers_in
 
 W = normal(0, 8, 8)
 X = normal(1, 4, 8)
@@ -40,7 +40,7 @@ def plan_of(fun, w=W, x=X, how=FLOAT16_ALONE, takes=FLOAT32):
 
 def stores(region):
     """What a region stores, by the operation that makes it."""
-    made = made_by([step.eqn for step in region.steps])
+    made = producers_in([step.eqn for step in region.steps])
     return {name_of(made[v]): dtype for v, dtype in region.stores.items()}
 
 
