@@ -12,13 +12,13 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region
-from optax_lossscale._programs.keys import hashable, key_of, key_of_literal
-from optax_lossscale._programs.walk import made_by
+from optax_lossscale._programs.keys import hashable_or_id, key_of, key_of_literal
+from optax_lossscale._programs.walk import producers_in
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
     """Returns the same key for islands in which the same lines compute the same."""
-    computed = made_by([step.eqn for step in island.steps])
+    computed = producers_in([step.eqn for step in island.steps])
     values = [*island.reads, *computed]
     positions = {v: n for n, v in enumerate(values)}
 

@@ -48,7 +48,11 @@ from optax_lossscale._programs.values import (
     is_inexact,
     shape_in,
 )
-from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
+from optax_lossscale._programs.walk import (
+    carry_positions,
+    first_inner_operand,
+    result_programs,
+)
 
 
 class Kind(enum.IntEnum):
@@ -226,7 +230,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     # running sum, which needs float32.
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
-    carried = carried_by(eqn)
+    carried = carry_positions(eqn)
     for n in carried:
         is_stream = is_over_layers and operands[n] <= Kind.SUM
         inner[n] = Kind.SUM if is_stream else Kind.FLOAT32
@@ -248,7 +252,7 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     kinds_by_program = _kinds_of_programs(eqn, inner)
     # A result may come from any branch of a `cond`, or be the initial carry of a loop.
     results = [join(kinds) for kinds in zip(*kinds_by_program, strict=True)]
-    for j, n in enumerate(carried_by(eqn)):
+    for j, n in enumerate(carry_positions(eqn)):
         results[j] = join([results[j], inner[n]])
     return results
 
@@ -258,7 +262,7 @@ def _kinds_of_programs(eqn: JaxprEqn, inner: Kinds) -> list[Kinds]:
 
     `inner` has the kinds that the equation's operands have inside.
     """
-    arguments = tuple(inner[first_inside(eqn) :])
+    arguments = tuple(inner[first_inner_operand(eqn) :])
     results = []
     for program in result_programs(eqn):
         kinds = classify(program, arguments)
@@ -270,7 +274,7 @@ def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
     """Whether an equation scans over layers: over stacked matrices of parameters."""
     if Trait.SCANS not in traits(eqn):
         return False
-    first_scanned = carried_by(eqn).stop
+    first_scanned = carry_positions(eqn).stop
     scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)
     # A parameter multiplied by 45, for example, is LARGE.
     parameter_kinds = (Kind.PARAMETER, Kind.LARGE)

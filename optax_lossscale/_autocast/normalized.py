@@ -33,7 +33,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import is_inexact
-from optax_lossscale._programs.work import terms_of
+from optax_lossscale._programs.work import count_terms
 
 
 class Role(NamedTuple):
@@ -146,7 +146,7 @@ def _combined(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | Non
         if role.source != first.source or role.is_centred != first.is_centred:
             return None
     subtracts_mean = formula == "minus" and len(parts) == 2
-    terms = max(role.terms for role in parts) * terms_of(eqn)
+    terms = max(role.terms for role in parts) * count_terms(eqn)
     if formula == "over" and divisor.source is None:
         terms /= divisor.value
     # `x / sqrt(mean(x * x) / 1e6)` would be large.

@@ -24,7 +24,11 @@ from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
+from optax_lossscale._programs.walk import (
+    carry_positions,
+    first_inner_operand,
+    result_programs,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +119,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    first = first_inside(eqn)
+    first = first_inner_operand(eqn)
     plans = []
     for program in result_programs(eqn):
         plan = _plan(
@@ -144,7 +148,7 @@ def _dtypes_of(
     Returns:
       Three lists: the dtype to which each operand is cast, the dtype in which the
       programs read each operand, and the dtype of each of the programs' results. The
-      second list has an entry for every operand, also for those before `first_inside`,
+      second list has an entry for every operand, also for those before `first_inner_operand`,
       which no program reads.
     """
     in_dtypes = []
@@ -152,7 +156,7 @@ def _dtypes_of(
         is_literal = isinstance(v, Literal)
         in_dtypes.append(dtype_in(v) if is_literal else facts.dtypes[v])
     out_dtypes = [facts.dtypes[v] for v in eqn.outvars]
-    carried = carried_by(eqn)
+    carried = carry_positions(eqn)
     if Trait.SCANS in traits(eqn):
         # Every round reads the constants, so their gradients are sums over the rounds.
         # Constants that were traced in float32 stay in float32, for the sums.

@@ -191,10 +191,10 @@ def _waits(eqn: JaxprEqn) -> bool:
         return True
     condition_carry = condition.invars[eqn.params["cond_nconsts"] :]
     body_carry = body.invars[eqn.params["body_nconsts"] :]
-    read = needed_for(condition.outvars, made_by(condition.eqns))
+    read = needed_for(condition.outvars, producers_in(condition.eqns))
     counters = {n for n, v in enumerate(condition_carry) if v in read}
     next_counters = [body.outvars[n] for n in counters]
-    read |= needed_for(next_counters, made_by(body.eqns))
+    read |= needed_for(next_counters, producers_in(body.eqns))
     for n, v in enumerate(body_carry):
         if v in read and n not in counters:
             return True

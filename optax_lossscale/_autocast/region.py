@@ -208,7 +208,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
                 is_rounded = is_low or cast_to == low
                 dtype = _dtype_needed(facts, v, is_rounded)
                 demand(facts, needed, v, dtype)
-    computed = made_by([step.eqn for step in steps])
+    computed = producers_in([step.eqn for step in steps])
     return {v: dtype for v, dtype in needed.items() if v not in computed}
 
 

@@ -23,7 +23,7 @@ from optax_lossscale._programs.flat import Flat
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import name_of
-from optax_lossscale._programs.walk import made_by
+from optax_lossscale._programs.walk import producers_in
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
@@ -61,7 +61,7 @@ def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
 
 def _names(program: Flat) -> Names:
     """The name of each value: numbers, except for arguments that have a name."""
-    computed = made_by(program.eqns)
+    computed = producers_in(program.eqns)
     values = [*program.ins, *program.consts, *computed]
     names = {v: str(n) for n, v in enumerate(values)}
     for v, name in zip(program.ins, program.names, strict=False):

@@ -96,7 +96,7 @@ def _regions_of_island(
       repeated: the equations of the program that islands repeat, by their results.
       positions: the position of each equation in the program.
     """
-    makers = made_by(island)
+    makers = producers_in(island)
     stored = {v: live[v] for v in makers if v in live}
     usable = ChainMap(makers, repeated)
     regions = []

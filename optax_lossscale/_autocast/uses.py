@@ -29,7 +29,11 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import Atom, size_of, variables
-from optax_lossscale._programs.walk import carried_by, first_inside, result_programs
+from optax_lossscale._programs.walk import (
+    carry_positions,
+    first_inner_operand,
+    result_programs,
+)
 from optax_lossscale._programs.work import is_cheap
 
 
@@ -131,7 +135,7 @@ def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
     while inner != earlier:
         earlier = list(inner)
         operand_uses = uses_inside(eqn, tuple(inner))
-        for j, n in enumerate(carried_by(eqn)):
+        for j, n in enumerate(carry_positions(eqn)):
             if Use.FEEDS_PRODUCT in results[j]:
                 inner[j] |= operand_uses[n]
     return tuple(inner)
@@ -146,6 +150,6 @@ def uses_inside(eqn: JaxprEqn, inner_results: Uses) -> list[Use]:
     operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):
         use_of = uses(program, inner_results)
-        for n, v in enumerate(flat(program).ins, start=first_inside(eqn)):
+        for n, v in enumerate(flat(program).ins, start=first_inner_operand(eqn)):
             operand_uses[n] |= use_of[v]
     return operand_uses

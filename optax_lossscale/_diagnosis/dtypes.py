@@ -39,9 +39,9 @@ from optax_lossscale._programs.versions import mapped_axes, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import (
     asks_for_highest,
+    count_results,
+    count_terms,
     is_product,
-    results_of,
-    terms_of,
 )
 
 
@@ -251,21 +251,21 @@ def _report_on(
     def operation(values):
         operands = tuple(dtypes_in(values))
         before = _dtypes_before(values, unwidened)
-        return Operation(name_of(eqn), operands, before, source, terms=terms_of(eqn))
+        return Operation(name_of(eqn), operands, before, source, terms=count_terms(eqn))
 
     floats = list(filter(is_inexact, eqn.invars))
     if is_product(eqn):
         has_own = asks_for_highest(eqn) and eqn.params["precision"] != default_precision
         product = operation(eqn.invars[:2])._replace(
-            multiplications=results_of(eqn) * terms_of(eqn),
-            by_choice=has_own or is_of_optax(eqn),
+            multiplications=count_results(eqn) * count_terms(eqn),
+            by_choice=has_own or is_made_by_optax(eqn),
         )
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
         values = floats or list(filter(is_inexact, eqn.outvars))
         opaque = (operation(values),) if values else ()
         return DtypeReport(opaque=opaque)
-    needs_digits = terms_of(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)
+    needs_digits = count_terms(eqn) > 1 or Trait.EXPONENTIAL in traits(eqn)
     if floats and needs_digits:
         narrow = operation(floats)
         if narrow.dtype.itemsize <= 2:

@@ -23,7 +23,7 @@ from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._diagnosis.value import Value, moved_value
 from optax_lossscale._programs.values import Array
-from optax_lossscale._programs.walk import carried_by, first_inside
+from optax_lossscale._programs.walk import carry_positions, first_inner_operand
 
 RunsProgram = Callable[..., list[Value]]
 """Runs a program on values: `run(program, values)`.
@@ -46,7 +46,7 @@ def scan(
     """
     (body,) = instruction.programs
     eqn = instruction.eqn
-    carried = carried_by(eqn)
+    carried = carry_positions(eqn)
     consts = operands[: carried.start]
     carry = operands[carried.start : carried.stop]
     stacks = operands[carried.stop :]
@@ -71,8 +71,8 @@ def while_loop(
 ) -> list[Value]:
     """Runs a `while` until its condition holds for no example and on no device."""
     condition, body = instruction.programs
-    n_cond_consts = first_inside(instruction.eqn)
-    n_consts = carried_by(instruction.eqn).start
+    n_cond_consts = first_inner_operand(instruction.eqn)
+    n_consts = carry_positions(instruction.eqn).start
     cond_consts = operands[:n_cond_consts]
     body_consts = operands[n_cond_consts:n_consts]
     carry = list(operands[n_consts:])

@@ -34,7 +34,7 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
-from optax_lossscale._programs.work import terms_of
+from optax_lossscale._programs.work import count_terms
 
 _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
 # The scopes that JAX and autocast add; one with an arrow is the formula of an `einsum`
@@ -166,7 +166,7 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
         source=line_of(eqn, outer.source),
         scope="/".join(scopes),
         is_derivative=outer.is_derivative or is_transposed,
-        terms=terms_of(eqn),
+        terms=count_terms(eqn),
         stays_narrow=stays_narrow(eqn),
         has_lost_constant=_has_lost_constant(eqn),
     )

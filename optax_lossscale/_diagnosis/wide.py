@@ -30,7 +30,7 @@ from optax_lossscale._programs.values import (
     is_narrow_dtype,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
-from optax_lossscale._programs.walk import carried_by
+from optax_lossscale._programs.walk import carry_positions
 
 # By default, some devices multiply float32 matrices with fewer digits than float32 has.
 _ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -64,7 +64,7 @@ def in_wide(
         return _apply(eqn, operands)
     if runs_no_iterations(eqn):
         # The carry is returned as it came. To run as traced would round it.
-        carried = carried_by(eqn)
+        carried = carry_positions(eqn)
         carry = operands[carried.start : carried.stop]
         results = _apply_as_traced(eqn, operands, wide)
         empty_stacks = results[len(carry) :]

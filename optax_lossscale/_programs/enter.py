@@ -22,7 +22,11 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes
-from optax_lossscale._programs.walk import carried_by, first_inside, programs_in
+from optax_lossscale._programs.walk import (
+    carry_positions,
+    first_inner_operand,
+    programs_in,
+)
 
 Arrays = Sequence[Any]
 """Arrays, traced or not, in the order of a program's arguments or results."""
@@ -62,7 +66,7 @@ def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any
 
 
 def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
-    carried = carried_by(eqn)
+    carried = carry_positions(eqn)
     consts = operands[: carried.start]
     init = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
@@ -83,8 +87,8 @@ def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     condition, _ = programs_in(eqn)
-    n_cond_consts = first_inside(eqn)
-    n_consts = carried_by(eqn).start
+    n_cond_consts = first_inner_operand(eqn)
+    n_consts = carry_positions(eqn).start
     cond_consts = operands[:n_cond_consts]
     body_consts = operands[n_cond_consts:n_consts]
     init = list(operands[n_consts:])

@@ -137,7 +137,7 @@ class Row(NamedTuple):
     """What the table knows of an operation."""
 
     traits: Trait = Trait(0)
-    # How `terms_of` in `_programs/work.py` counts the terms of a sum: "contracted",
+    # How `count_terms` in `_programs/work.py` counts the terms of a sum: "contracted",
     # "kernel", "last", "updates", or the name of a parameter. None stands for one term.
     terms: str | None = None
     # The operation's role in the formula of a norm, for `_autocast/normalized.py`

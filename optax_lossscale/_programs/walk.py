@@ -3,17 +3,17 @@
 - `programs_in(eqn)` lists all programs that an equation holds.
 - `result_programs(eqn)` lists those that compute its results. Only the condition of a
   `while` computes none.
-- `first_inside(eqn)` is the position of the first operand that these programs get as an
+- `first_inner_operand(eqn)` is the position of the first operand that these programs get as an
   argument.
-- `carried_by(eqn)` is the range of the operands that a loop carries from turn to turn.
+- `carry_positions(eqn)` is the range of the operands that a loop carries from turn to turn.
 
 For example, let a `while` loop carry two numbers, and let its condition read one
 constant, and its body none. Its operands are `const, carry, carry`, and:
 
     programs_in(eqn) == [condition, body]
     result_programs(eqn) == [body]
-    first_inside(eqn) == 1
-    carried_by(eqn) == range(1, 3)
+    first_inner_operand(eqn) == 1
+    carry_positions(eqn) == range(1, 3)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,7 +66,7 @@ def result_programs(eqn: JaxprEqn) -> list[Any]:
     return programs[1:] if Trait.WHILE in traits(eqn) else programs
 
 
-def first_inside(eqn: JaxprEqn) -> int:
+def first_inner_operand(eqn: JaxprEqn) -> int:
     """The position of the first operand that is passed to the `result_programs`.
 
     Each of these programs gets this operand and all after it. The operands before it
@@ -76,7 +76,7 @@ def first_inside(eqn: JaxprEqn) -> int:
     return len(eqn.invars) - n_arguments
 
 
-def carried_by(eqn: JaxprEqn) -> range:
+def carry_positions(eqn: JaxprEqn) -> range:
     """The positions of a loop's carry among its operands; empty for other equations.
 
     The operands of a `scan` are its constants, its carry and the arrays that it scans.

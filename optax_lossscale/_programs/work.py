@@ -60,7 +60,7 @@ def _is_cheap_program(program: Any) -> bool:
 
 def multiplies_once(eqn: JaxprEqn) -> bool:
     """Whether each result of a product is one number times another, with no sum."""
-    return terms_of(eqn) == 1
+    return count_terms(eqn) == 1
 
 
 def asks_for_highest(eqn: JaxprEqn) -> bool:
@@ -76,8 +76,8 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
     return precision is not None
 
 
-def results_of(eqn: JaxprEqn) -> int:
-    """How many results a product computes, each a sum of `terms_of` terms.
+def count_results(eqn: JaxprEqn) -> int:
+    """How many results a product computes, each a sum of `count_terms` terms.
 
     If some terms cost no multiplication, it counts fewer results, so that results times
     terms is still about the number of multiplications.
@@ -94,7 +94,7 @@ def results_of(eqn: JaxprEqn) -> int:
     return math.ceil(math.prod(lengths) / dilation)
 
 
-def terms_of(eqn: JaxprEqn) -> int:
+def count_terms(eqn: JaxprEqn) -> int:
     """How many terms each result of an equation sums; 1 if the equation is not a sum.
 
     Sums over devices count as 1, because no shape tells how many devices there are.

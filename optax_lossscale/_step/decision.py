@@ -145,7 +145,7 @@ def _ask_rule(
     """
     may_apply = passed & jnp.isfinite(norm)
     if value is not None:
-        value = across(lax.pmean, value.astype(jnp.float32), axis_name)
+        value = reduce_replicas(lax.pmean, value.astype(jnp.float32), axis_name)
         may_apply = may_apply & jnp.isfinite(value)
     updated, allows = rule.update(norm, value)
     not_updated = rule.replace(gradient_norm=jnp.inf)

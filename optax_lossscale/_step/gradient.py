@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
 from optax_lossscale._arrays.variables import find_nodes, is_module
 from optax_lossscale._scales.loss_scale import LossScale

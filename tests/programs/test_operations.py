@@ -21,7 +21,7 @@ from optax_lossscale._programs.operations import (
     traits,
 )
 from optax_lossscale._programs.walk import programs_in
-from optax_lossscale._programs.work import is_cheap, terms_of
+from optax_lossscale._programs.work import count_terms, is_cheap
 
 PACKAGE = pathlib.Path(optax_lossscale.__file__).parent
 X = jnp.ones((4, 4))
@@ -137,7 +137,7 @@ def test_all_that_adds_many_says_how_many():
     }
     for name, (function, terms) in functions.items():
         eqns = jax.make_jaxpr(function)(X).jaxpr.eqns
-        (found,) = (terms_of(eqn) for eqn in eqns if eqn.primitive.name == name)
+        (found,) = (count_terms(eqn) for eqn in eqns if eqn.primitive.name == name)
         assert found == terms, name
 
 
