@@ -221,7 +221,7 @@ def test_gradients_of_nested_programs_take_few_times_what_they_take_in_float32(h
 
 @pytest.mark.parametrize("holder", [None, cond, custom_vjp], ids=name_of)
 def test_what_is_called_by_many_gives_what_it_gives_in_float32(holder, monkeypatch):
-    monkeypatch.setattr(flat, "_LONG", 5)
+    monkeypatch.setattr(flat, "_MAX_INLINED", 5)
     fun = called_twice(
         holder, 3 if holder is None else 2, of=lambda w, x: jnp.cos(x @ w)
     )
