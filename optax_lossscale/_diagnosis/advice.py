@@ -56,8 +56,7 @@ def verdict_and_advice(
     if not remarks:
         return _verdict_if_fine(findings), ["Nothing."]
     sentences, remedies = zip(*remarks, strict=True)
-    distinct_remedies = dict.fromkeys(remedies)
-    return sentences[0], list(distinct_remedies)
+    return sentences[0], list(dict.fromkeys(remedies))
 
 
 def _verdict_if_fine(findings: Findings) -> str:
@@ -143,10 +142,6 @@ _KEEP_FINITE = (
     "free of NaNs. Use jnp.where before such an operation, not after it, as 0 times "
     "infinity is NaN."
 )
-_LOST_CONSTANT = (
-    "A constant at {lines} is 0 or infinite in 16 bits. If you wrote another number, "
-    "such as 1e-8, write it as a float32 array, or compute in float32 there."
-)
 _SCALE_INNER_LOSS = (
     "The derivative at {source} is taken inside of the loss function, where no loss "
     "scale reaches: scale its own loss by a fixed number, as in "
@@ -191,7 +186,7 @@ def _remedy(wrong: Wrong) -> str:
     if wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
         return _SCALE_INNER_LOSS.format(source=place.source)
     products = [row for row in wrong.rounded if row.is_any(Trait.PRODUCT)]
-    between = [row for row in wrong.rounded if row not in products]
+    between = lines_of(row for row in wrong.rounded if row not in products)
     if not products and place.is_any(Trait.PRODUCT):
         products = [place]
     if products and wrong.how not in _NOT_CURED:
@@ -199,31 +194,37 @@ def _remedy(wrong: Wrong) -> str:
     if wrong.how is How.STAGNATES and place.is_backward:
         return _SUM_IN_FLOAT32.format(line=place.line) + _CAST_WHERE_READ
     remedy = _REMEDIES[wrong.how].format(line=place.line, source=place.source)
-    lines = lines_of(between)
-    if lines in ("", place.source):
+    if between in ("", place.source):
         return remedy
-    return f"{remedy} That is made of what is rounded at {lines}."
+    return f"{remedy} That is made of what is rounded at {between}."
 
 
 def _remedy_in_float32(wrong: Wrong) -> str:
     """Advises how to keep numbers finite, and which constants may have been lost."""
     if not wrong.rounded:
         return _KEEP_FINITE
-    lost_constant = _LOST_CONSTANT.format(lines=lines_of(wrong.rounded))
-    return f"{_KEEP_FINITE} {lost_constant}"
+    return (
+        f"{_KEEP_FINITE} A constant at {lines_of(wrong.rounded)} is 0 or infinite in "
+        "16 bits. If you wrote another number, such as 1e-8, write it as a float32 "
+        "array, or compute in float32 there."
+    )
 
 
-def _keep_products(products: Sequence[Note], between: Sequence[Note]) -> str:
-    """Advises to keep products in float32, and the values between them and the fault."""
+def _keep_products(products: Sequence[Note], between: str) -> str:
+    """Advises to keep products in float32, and what is computed from them `between`.
+
+    Args:
+      products: the results of the products.
+      between: the lines between the products and the equation at fault, or "".
+    """
     keep = (
         f"Keep the products at {lines_of(products)} in float32: with "
         "precision=jax.lax.Precision.HIGHEST under autocast, else by casting the "
         "operands."
     )
-    lines = lines_of(between)
-    if not lines:
+    if not between:
         return keep
-    return f"{keep} Keep in float32, too, what is computed from them at {lines}."
+    return f"{keep} Keep in float32, too, what is computed from them at {between}."
 
 
 # --- what is not as the user meant it ---
@@ -252,8 +253,9 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
     A product whose operands are both widened is meant to be wide. It is only named
     together with others that are not.
     """
-    all_intended = all(HALVES.issuperset(product.before) for product in widened)
-    if findings.wrong or all_intended:  # also if there are no such products
+    # This also holds if `widened` is empty.
+    are_intended = all(HALVES.issuperset(product.before) for product in widened)
+    if findings.wrong or are_intended:
         return
     dtype = widened[0].dtype
     share = findings.dtypes.shares[dtype]
@@ -268,7 +270,7 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
 
 
 def _about_gradients(findings: Findings) -> _Remarks:
-    """Yields a remark if there is little to compare, because the numbers mean little.
+    """Yields a remark if a comparison with float32 says little.
 
     The loss or all gradients may be nothing but rounding, all gradients may be 0, or
     float32 may not determine most of them.
@@ -318,7 +320,7 @@ def _about_loss_dtype(findings: Findings) -> _Remarks:
 
 
 def _about_scale(findings: Findings) -> _Remarks:
-    """Yields remarks on the loss scale: whether the model needs one, and which."""
+    """Yields remarks on the loss scale: whether one is needed, and which one fits."""
     fits = findings.scale_that_fits
     # If a scale of 1 is too large already, it is because of what is wrong.
     if not fits or (findings.wrong and fits.largest < 1):

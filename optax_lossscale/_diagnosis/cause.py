@@ -38,7 +38,7 @@ class How(enum.StrEnum):
     # Its result is out of range.
     OVERFLOWS = "overflows"
     VANISHES = "vanishes"  # to zero, or below the normal numbers of its dtype
-    SATURATES = "saturates"  # to the limit of its function, as a sigmoid does to 1
+    SATURATES = "saturates"  # rounds to a limit of its function, as a sigmoid to 1
     # It is a sum.
     CANCELS = "cancels"  # is small beside its terms, so that their rounding remains
     STAGNATES = "stagnates"  # sums so many terms in 16 bits that further ones are lost
@@ -46,7 +46,7 @@ class How(enum.StrEnum):
     ROUNDS = "rounds"  # to 16 bits, which are too few for its result
     AMPLIFIES = "amplifies"  # computes in float32, but enlarges its operands' rounding
     IS_UNDEFINED = "is undefined"  # like the logarithm of a number rounded below 0
-    # No equation can be blamed.
+    # It is none of these.
     IS_A_KERNEL = "is a kernel"  # of which only the results are known
     IS_NOT_LINEAR = "is not linear"  # in the loss scale
     ADDS_UP = "adds up"  # a small error in each of many equations
@@ -70,11 +70,14 @@ class Cause(NamedTuple):
 def cause_of(note: Note) -> Cause:
     """Finds why a result is off from float32's.
 
-    The cause is not always the equation at fault, but an earlier one
+    The cause may be an earlier equation than the one at fault:
 
-    - that computed the numbers, if the equation at fault only moved or chose them,
-    - that made numbers 0, if the result is therefore not finite,
-    - that rounded numbers to the limit of its function.
+    - If the equation at fault only moved or chose numbers, the cause is the equation
+      that computed them.
+    - If its result is not finite because operands are lost, that is, became 0, the
+      cause is the equation in which they did.
+    - If an earlier equation rounded numbers to the limit of its function, and they were
+      handed on, that equation is the cause.
     """
     fault = at_fault(note)
     if fault is None:
@@ -102,8 +105,8 @@ def cause_of(note: Note) -> Cause:
 def _cause_if_sensitive(how: How, note: Note) -> Cause:
     """Finds the values in 16 bits to whose rounding an equation is sensitive.
 
-    If the equation amplifies numbers of which many became 0, the cause is instead the
-    equation in which they did.
+    If the equation amplifies numbers of which many are lost, the cause is instead the
+    equation in which they became 0.
     """
     rounded = tuple(
         earlier
@@ -170,8 +173,8 @@ def _is_masked(note: Note) -> bool:
 
 def _how_not_finite(note: Note) -> How:
     """Classifies an equation whose result is not finite where float32's is."""
-    # Operands that are right to within 5% can carry a result over the limit, even if
-    # float32's stays that much below it.
+    # Operands may be off by up to 5%. So a result may be infinite although float32's
+    # stays up to 5% below the limit.
     limit = least_infinite(note.dtype) * (1 - TOLERANCE)
     if note.largest >= limit:
         return How.OVERFLOWS
@@ -255,7 +258,7 @@ def _where_computed(note: Note) -> Note:
 def _where_lost(note: Note) -> Note:
     """Goes back from numbers that are lost to the equation in which they became 0.
 
-    It goes back to an operand if at least half as large a share of that is lost.
+    It follows the first operand of which at least half as large a share is lost.
     """
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
