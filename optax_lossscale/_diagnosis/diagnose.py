@@ -80,9 +80,8 @@ def diagnose(
         scalar, makes a `jax.Ref`, or has a keyword argument named `has_aux` or
         `opt_state`; or if an argument is a traced array, as inside `jit`, or a
         `jax.ShapeDtypeStruct`.
-      ValueError: if `opt_state` holds more than one loss scale, or if a transformation
-        is wrapped around `with_loss_scale` that belongs inside it (see
-        `get_loss_scale`).
+      ValueError: if `opt_state` holds more than one loss scale, or if `get_loss_scale`
+        refuses what is wrapped around `with_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -278,12 +278,12 @@ def _report_on(
 def _dtypes_before(
     values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
 ) -> tuple[np.dtype, ...]:
-    """Returns the dtypes of values, or if they were widened, those that they had before."""
+    """Returns the dtypes of values, or if they were widened, their dtypes before that."""
     return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
 def _repeated(report: DtypeReport, times: int) -> DtypeReport:
-    """Counts the multiplications of a program that runs several times."""
+    """Counts the multiplications of a program as often as it runs."""
     products = tuple(
         product._replace(multiplications=times * product.multiplications)
         for product in report.products

@@ -73,8 +73,8 @@ def _where_error_grows(path: Sequence[Note]) -> Note | None:
     """Finds the equation in which the error grows, at once or over many iterations."""
     errors = []
     for note in path:
-        # Where the reference is small, errors are huge: 1/256 in place of 1/5000 is off
-        # by 1800%. So that they do not count as growth, none is above 100%.
+        # An error above 100% counts as 100%, as it may only mean that the reference is
+        # small: 1/256 in place of 1/5000 is off by 1800%.
         at_most_1 = min(note.error, 1.0)
         errors.append(max(at_most_1, _ROUNDING))
     errors.append(_ROUNDING)  # the operands of the last equation

@@ -108,8 +108,8 @@ class Diagnosis(Findings):
       overflow: what makes gradients infinite at twice the largest scale: the result
         that overflows first, or an earlier one in which its numbers grew most, if they
         grew by a factor of 1024 or more. It is None if nothing overflows.
-      undetermined: the parameters whose gradients float32 does not determine, or that
-        are differences of two equal things.
+      undetermined: the parameters whose gradients float32 does not determine, or finds
+        to be 0, as the difference of two equal things.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale. Only gradients that
@@ -127,7 +127,9 @@ class Diagnosis(Findings):
     advice: list[str]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws the sizes of results along the program, and shades what float16 loses.
+        """Draws how large each result is, and shades what float16 cannot hold.
+
+        The results follow each other as in the program.
 
         Args:
           axes: the matplotlib axes to draw into and to return; by default those of a

@@ -124,8 +124,8 @@ def underflow_by_group(
     """Measures underflow by group of parameters, for groups that lose more than 1%.
 
     Parameters whose names differ only in numbers form a group. The group of all
-    parameters comes first, then the group that loses most. A group is included if it
-    loses more than 1% at either scale.
+    parameters comes first. The others follow, and those that lose most lead. A group is
+    included if it loses more than 1% at either scale.
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
