@@ -1,14 +1,14 @@
 """The verdict on a model, and the advice for it.
 
 Each generator `_about_...` looks at one part of the findings, and yields remarks. A
-remark is a pair of sentences: one that can be the verdict, and one that says what to
-do. For a model whose gradients are all 0, these are
+remark is a pair of texts: a sentence that can be the verdict, and a *remedy*, which
+says what to do. For a model whose gradients are all 0, these are
 
     "All gradients are 0, in float32 as well."
     "Look for what stops them, such as a ReLU that is 0 for every input."
 
-The generators run in order of importance. The first remark of all supplies the verdict,
-and the advice is what to do about each remark.
+The generators run in order of importance. The sentence of the first remark is the
+verdict, and the remedies of all remarks are the advice.
 """
 
 import math
@@ -20,7 +20,7 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
+from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS, Note
 from optax_lossscale._diagnosis.page import Findings
 from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import lines_of, percent
@@ -30,15 +30,16 @@ from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
 _DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
+_ROOM_TO_FALL = 16  # bits between an initial scale below 1 and its lower bound
 
 _Remarks = Iterator[tuple[str, str]]
-"""Pairs of a sentence that can be the verdict and one that says what to do."""
+"""Pairs of a sentence that can be the verdict and a remedy."""
 
 
 def verdict_and_advice(
     findings: Findings, widened: Sequence[Operation]
 ) -> tuple[str, list[str]]:
-    """Writes the verdict, and the list of what to do.
+    """Writes the verdict, and the list of remedies.
 
     Args:
       findings: what the runs show.
@@ -53,12 +54,12 @@ def verdict_and_advice(
         *_about_loss_dtype(findings),
     ]
     if not remarks:
-        return _fine(findings), ["Nothing."]
-    verdicts, remedies = zip(*remarks, strict=True)
-    return verdicts[0], list(dict.fromkeys(remedies))
+        return _verdict_if_fine(findings), ["Nothing."]
+    sentences, remedies = zip(*remarks, strict=True)
+    return sentences[0], list(dict.fromkeys(remedies))
 
 
-def _fine(findings: Findings) -> str:
+def _verdict_if_fine(findings: Findings) -> str:
     """Words the verdict on a model about which there is nothing to remark."""
     if not findings.computes_in:
         return (
@@ -79,18 +80,7 @@ def _about_what_is_wrong(findings: Findings) -> _Remarks:
     """Yields a remark on each result that is wrong."""
     for wrong in findings.wrong:
         verdict = f"{_what_is_wrong(findings, wrong)}: {wrong.because}."
-        yield verdict, _remedy(wrong) + _lost_constants(wrong)
-
-
-def _lost_constants(wrong: Wrong) -> str:
-    """Words a further remedy if a constant that kept numbers finite may have been lost."""
-    if not wrong.is_in_float32 or not wrong.rounded:
-        return ""
-    return (
-        f" A constant at {lines_of(wrong.rounded)} is 0 or infinite in 16 bits. If you "
-        "wrote another number, such as 1e-8, write it as a float32 array, or compute in "
-        "float32 there."
-    )
+        yield verdict, _remedy(wrong)
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
@@ -101,16 +91,9 @@ def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
         return f"{what} not finite in float32 either, so no loss scale helps"
     if is_loss:
         return _wrong_loss(findings)
-    dtypes = " and ".join(map(str, findings.computes_in))
-    give = "give" if len(findings.computes_in) > 1 else "gives"
-    if wrong.name != A_VALUE_INSIDE:
-        return _wrong_gradient(findings, wrong, f"{dtypes} {give}")
-    inside = f"{dtypes} {give} wrong values inside"
-    if findings.off_by_choices:
-        return inside
-    return (
-        f"{inside}, though loss and gradients agree as far as float32 determines them"
-    )
+    if wrong.name == A_VALUE_INSIDE:
+        return _wrong_value_inside(findings)
+    return _wrong_gradient(findings, wrong)
 
 
 def _wrong_loss(findings: Findings) -> str:
@@ -121,8 +104,18 @@ def _wrong_loss(findings: Findings) -> str:
     return f"{loss}; in float32 it is {findings.loss_in_float32:.4g}"
 
 
-def _wrong_gradient(findings: Findings, wrong: Wrong, dtypes_give: str) -> str:
-    """Says how far a gradient is off, or what the loss scale changes about it."""
+def _wrong_value_inside(findings: Findings) -> str:
+    """Adds that the results agree, unless float32's own choices change them."""
+    inside = f"{_dtypes_give(findings)} wrong values inside"
+    if findings.off_by_choices:
+        return inside
+    return (
+        f"{inside}, though loss and gradients agree as far as float32 determines them"
+    )
+
+
+def _wrong_gradient(findings: Findings, wrong: Wrong) -> str:
+    """Says how far a gradient is off, or how much the loss scale changes it."""
     if findings.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
     if wrong.how is How.IS_NOT_LINEAR:
@@ -131,9 +124,16 @@ def _wrong_gradient(findings: Findings, wrong: Wrong, dtypes_give: str) -> str:
             f"{wrong.name} by {wrong.off:.1%}"
         )
     return (
-        f"{dtypes_give} wrong gradients: that of {wrong.name} is off by "
+        f"{_dtypes_give(findings)} wrong gradients: that of {wrong.name} is off by "
         f"{wrong.off:.1%}, at the scale that fits best"
     )
+
+
+def _dtypes_give(findings: Findings) -> str:
+    """Begins a sentence, as in `float16 gives` or `bfloat16 and float16 give`."""
+    dtypes = " and ".join(map(str, findings.computes_in))
+    give = "give" if len(findings.computes_in) > 1 else "gives"
+    return f"{dtypes} {give}"
 
 
 _KEEP_FINITE = (
@@ -142,21 +142,25 @@ _KEEP_FINITE = (
     "free of NaNs. Use jnp.where before such an operation, not after it, as 0 times "
     "infinity is NaN."
 )
-_INNER = (
+_SCALE_INNER_LOSS = (
     "The derivative at {source} is taken inside of the loss function, where no loss "
     "scale reaches: scale its own loss by a fixed number, as in "
     "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
 )
-_SUM = "Compute {line} in float32, as small terms are lost beside a large sum: "
-_BACKWARD_SUM = (
+_SUM_IN_FLOAT32 = (
+    "Compute {line} in float32, as small terms are lost beside a large sum: "
+)
+_CAST_WHERE_READ = (
     "cast a parameter where it is read, such as the rows of an embedding and not its "
     "table, or a weight inside the loop."
 )
-_DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
-_REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
+_MORE_DIGITS = (
+    "Compute {line}, and what it is made of, in float32: it needs more digits."
+)
+_REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
-    How.STAGNATES: f"{_SUM}cast to float32 first.",
+    How.STAGNATES: _SUM_IN_FLOAT32 + "cast to float32 first.",
     How.SATURATES: (
         "Compute {line} in float32: 16 bits round it to its limit, where its "
         "derivative is 0."
@@ -170,37 +174,57 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _DIGITS) | {
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
-# The faults that computing products in float32 would not cure
-_WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
+# The faults that products in float32 would not cure
+_NOT_CURED = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
 def _remedy(wrong: Wrong) -> str:
     """Advises what to do about a wrong result, by what the equation at fault does."""
+    if wrong.is_in_float32:
+        return _remedy_in_float32(wrong)
     place = wrong.place
+    if wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
+        return _SCALE_INNER_LOSS.format(source=place.source)
     products = [row for row in wrong.rounded if row.is_any(Trait.PRODUCT)]
-    after_products = [row for row in wrong.rounded if row not in products]
+    between = lines_of(row for row in wrong.rounded if row not in products)
     if not products and place.is_any(Trait.PRODUCT):
         products = [place]
-    between = lines_of(after_products)
-    if wrong.is_in_float32:
-        return _KEEP_FINITE
-    if wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
-        return _INNER.format(source=place.source)
-    if products and wrong.how not in _WITHOUT_PRODUCTS:
-        keep = (
-            f"Keep the products at {lines_of(products)} in float32: with "
-            "precision=jax.lax.Precision.HIGHEST under autocast, else by casting the "
-            "operands."
-        )
-        if not between:
-            return keep
-        return f"{keep} Keep in float32, too, what is computed from them at {between}."
+    if products and wrong.how not in _NOT_CURED:
+        return _keep_products(products, between)
     if wrong.how is How.STAGNATES and place.is_backward:
-        return _SUM.format(line=place.line) + _BACKWARD_SUM
+        return _SUM_IN_FLOAT32.format(line=place.line) + _CAST_WHERE_READ
     remedy = _REMEDIES[wrong.how].format(line=place.line, source=place.source)
     if between in ("", place.source):
         return remedy
     return f"{remedy} That is made of what is rounded at {between}."
+
+
+def _remedy_in_float32(wrong: Wrong) -> str:
+    """Advises how to keep numbers finite, and which constants may have been lost."""
+    if not wrong.rounded:
+        return _KEEP_FINITE
+    return (
+        f"{_KEEP_FINITE} A constant at {lines_of(wrong.rounded)} is 0 or infinite in "
+        "16 bits. If you wrote another number, such as 1e-8, write it as a float32 "
+        "array, or compute in float32 there."
+    )
+
+
+def _keep_products(products: Sequence[Note], between: str) -> str:
+    """Advises to keep products in float32, and what is computed from them `between`.
+
+    Args:
+      products: the results of the products.
+      between: the lines between the products and the equation at fault, or "".
+    """
+    keep = (
+        f"Keep the products at {lines_of(products)} in float32: with "
+        "precision=jax.lax.Precision.HIGHEST under autocast, else by casting the "
+        "operands."
+    )
+    if not between:
+        return keep
+    return f"{keep} Keep in float32, too, what is computed from them at {between}."
 
 
 # --- what is not as the user meant it ---
@@ -229,6 +253,7 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
     A product whose operands are both widened is meant to be wide. It is only named
     together with others that are not.
     """
+    # This also holds if `widened` is empty.
     are_intended = all(HALVES.issuperset(product.before) for product in widened)
     if findings.wrong or are_intended:
         return
@@ -245,11 +270,15 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
 
 
 def _about_gradients(findings: Findings) -> _Remarks:
-    """Yields a remark if the loss or gradients are only rounding, or all gradients are 0."""
+    """Yields a remark if a comparison with float32 says little.
+
+    The loss or all gradients may be nothing but rounding, all gradients may be 0, or
+    float32 may not determine most of them.
+    """
     if findings.wrong or not findings.computes_in:
         return
     n_undetermined = len(findings.undetermined)
-    n_determined = len(findings.off) - 1  # without the loss
+    n_determined = len(findings.off.keys() - {THE_LOSS})
     if THE_LOSS not in findings.off:
         yield (
             f"The loss is nothing but rounding, {findings.loss:.3g} for "
@@ -291,19 +320,21 @@ def _about_loss_dtype(findings: Findings) -> _Remarks:
 
 
 def _about_scale(findings: Findings) -> _Remarks:
-    """Yields remarks on the loss scale: whether the model needs one, and which."""
+    """Yields remarks on the loss scale: whether one is needed, and which one fits."""
     fits = findings.scale_that_fits
-    if not fits or (findings.wrong and fits.largest < 1):  # the cause is what is wrong
+    # If a scale of 1 is too large already, it is because of what is wrong.
+    if not fits or (findings.wrong and fits.largest < 1):
         return
     groups = findings.underflow.values()
     scale = scale_name(fits.scale)
-    are_left = any(group.left > TOLERANCE for group in groups)
-    if are_left and findings.overflow:
+    are_still_lost = any(group.left > TOLERANCE for group in groups)
+    if are_still_lost and findings.overflow:
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
         )
+    # Gradients that are only off at a scale of 1, and do not underflow, need 2 or more.
     least_bits = 1 if findings.off_without else 0
     bits = max((group.bits for group in groups), default=least_bits)
     yours = findings.loss_scale
@@ -311,7 +342,9 @@ def _about_scale(findings: Findings) -> _Remarks:
         are_wrong_at_1 = groups or findings.off_without
         if are_wrong_at_1 or not findings.is_finite_without:
             yield _without_a_scale(findings, scale), _wrap(findings, fits, bits)
-    elif not min(2.0**bits, fits.scale) <= yours <= fits.largest:
+        return
+    smallest = min(2.0**bits, fits.scale)
+    if not smallest <= yours <= fits.largest:
         problem = "overflow" if yours > fits.largest else "are lost"
         yield (
             f"Gradients {problem} at your loss scale, {scale_name(yours)}.",
@@ -325,6 +358,7 @@ def _without_a_scale(findings: Findings, scale: str) -> str:
     if not findings.is_finite_without:
         return f"{without} gradients are not finite."
     if findings.underflow:
+        # The first group is that of all gradients, or else the one that loses most.
         name, group = next(iter(findings.underflow.items()))
         of_group = "" if name == ALL else f" ({name})"
         return (
@@ -337,11 +371,17 @@ def _without_a_scale(findings: Findings, scale: str) -> str:
 
 
 def _wrap(findings: Findings, fits: InitialScale, bits: int) -> str:
-    """Advises to wrap the optimizer, and names a scale unless the default one fits."""
+    """Advises to wrap the optimizer, and names a scale unless the default one fits.
+
+    Args:
+      findings: what the runs show.
+      fits: the loss scale that fits.
+      bits: the smallest loss scale that is large enough is 2**bits.
+    """
     exponent = round(math.log2(fits.scale))
     if bits <= _DEFAULT_EXPONENT <= exponent and findings.is_finite_without:
         return "Wrap the optimizer: with_loss_scale(optimizer)."
-    # A scale below 1 needs a lower bound that leaves it room to fall.
-    bound = f", min_scale=2.0**{exponent - 16}" if exponent < 0 else ""
-    scale = f"DynamicLossScale(initial_scale=2.0**{exponent}{bound})"
-    return f"Wrap the optimizer: with_loss_scale(optimizer, {scale})."
+    scale = f"initial_scale=2.0**{exponent}"
+    if exponent < 0:
+        scale += f", min_scale=2.0**{exponent - _ROOM_TO_FALL}"
+    return f"Wrap the optimizer: with_loss_scale(optimizer, DynamicLossScale({scale}))."

@@ -1,7 +1,7 @@
 """The look that `Diagnosis.plot` and the functions of `ols.plot` share.
 
-Importing this file raises an `ImportError` that names the extra if matplotlib is
-missing.
+If matplotlib is missing, importing this file raises an `ImportError` that says how to
+install it.
 """
 
 from optax_lossscale._arrays import messages
@@ -24,6 +24,9 @@ def axes_for(axes: Axes | None, height: float) -> Axes:
     Args:
       axes: one matplotlib `Axes`, or None to make a new figure.
       height: the height of a new figure, in inches.
+
+    Raises:
+      TypeError: if `axes` is something else, such as an array of `Axes`.
     """
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")

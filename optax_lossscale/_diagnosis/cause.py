@@ -27,7 +27,7 @@ from optax_lossscale._diagnosis.paths import path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
-# A sum cancels if it is smaller than this, relative to its terms. A term that is
+# A sum cancels if it is smaller than this, relative to `size_of_sum`. A term that is
 # smaller than this, relative to the largest term, hardly contributes.
 _SMALL = 0.2
 
@@ -38,19 +38,15 @@ class How(enum.StrEnum):
     # Its result is out of range.
     OVERFLOWS = "overflows"
     VANISHES = "vanishes"  # to zero, or below the normal numbers of its dtype
-    SATURATES = (
-        "saturates"  # is rounded to a limit of its function, like a sigmoid to 1
-    )
+    SATURATES = "saturates"  # rounds to a limit of its function, as a sigmoid to 1
     # It is a sum.
     CANCELS = "cancels"  # is small beside its terms, so that their rounding remains
     STAGNATES = "stagnates"  # sums so many terms in 16 bits that further ones are lost
     # It is another operation, and its operands are right up to rounding.
     ROUNDS = "rounds"  # to 16 bits, which are too few for its result
     AMPLIFIES = "amplifies"  # computes in float32, but enlarges its operands' rounding
-    IS_UNDEFINED = (
-        "is undefined"  # such as the logarithm of a number rounded to below 0
-    )
-    # No equation can be blamed.
+    IS_UNDEFINED = "is undefined"  # like the logarithm of a number rounded below 0
+    # It is none of these.
     IS_A_KERNEL = "is a kernel"  # of which only the results are known
     IS_NOT_LINEAR = "is not linear"  # in the loss scale
     ADDS_UP = "adds up"  # a small error in each of many equations
@@ -74,9 +70,14 @@ class Cause(NamedTuple):
 def cause_of(note: Note) -> Cause:
     """Finds why a result is off from float32's.
 
-    The equation at fault may only have moved numbers. Or it may have a pole at a number
-    that an earlier equation lost, or rounded to the limit of its function. The cause is
-    then the earlier equation.
+    The cause may be an earlier equation than the one at fault:
+
+    - If the equation at fault only moved or chose numbers, the cause is the equation
+      that computed them.
+    - If its result is not finite because operands are lost, that is, became 0, the
+      cause is the equation in which they did.
+    - If an earlier equation rounded numbers to the limit of its function, and they were
+      handed on, that equation is the cause.
     """
     fault = at_fault(note)
     if fault is None:
@@ -92,7 +93,7 @@ def cause_of(note: Note) -> Cause:
         if fault.is_any(Trait.ADDS_TWO):  # A sum of two is 0 only if they cancel.
             how = How.CANCELS
     computed = _where_computed(fault)
-    # `back_from` begins with the last of the notes that it is given.
+    # `computed` comes first, as `back_from` begins with the last note of its list.
     for earlier in back_from([*computed.reads, computed], _operands_at_limit):
         if _saturates(earlier):
             return Cause(How.SATURATES, earlier)
@@ -102,11 +103,10 @@ def cause_of(note: Note) -> Cause:
 
 
 def _cause_if_sensitive(how: How, note: Note) -> Cause:
-    """Completes the cause for an equation that more digits would cure.
+    """Finds the values in 16 bits to whose rounding an equation is sensitive.
 
-    It adds the values in 16 bits to whose rounding the equation is sensitive. If the
-    equation amplifies numbers of which many were lost, the equation that lost them is
-    the cause instead.
+    If the equation amplifies numbers of which many are lost, the cause is instead the
+    equation in which they became 0.
     """
     rounded = tuple(
         earlier
@@ -173,16 +173,17 @@ def _is_masked(note: Note) -> bool:
 
 def _how_not_finite(note: Note) -> How:
     """Classifies an equation whose result is not finite where float32's is."""
-    infinite = least_infinite(note.dtype)
-    if note.largest >= infinite * (1 - TOLERANCE):
+    # Operands may be off by up to 5%. So a result may be infinite although float32's
+    # stays up to 5% below the limit.
+    limit = least_infinite(note.dtype) * (1 - TOLERANCE)
+    if note.largest >= limit:
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
         return How.VANISHES
     # A partial sum may overflow although the reference of the whole sum is small. Any
     # other operation has a pole at the numbers to which its operands were rounded.
-    is_infinite = is_narrow_dtype(note.dtype) and not note.nan
     is_sum = note.is_any(SUMS | Trait.PRODUCT)
-    if is_infinite and is_sum:
+    if is_sum and is_narrow_dtype(note.dtype) and not note.nan:
         return How.OVERFLOWS
     return How.IS_UNDEFINED
 
@@ -192,11 +193,11 @@ def _how_off(note: Note) -> How:
     if _cancels(note):
         return How.CANCELS
     dtype = _where_computed(note).dtype
-    is_narrow = is_narrow_dtype(dtype)
-    if is_narrow and 0 < note.typical < least_normal(dtype):
-        return How.VANISHES
-    if not is_narrow:
+    if not is_narrow_dtype(dtype):
         return How.AMPLIFIES
+    if 0 < note.typical < least_normal(dtype):
+        return How.VANISHES
+    # A sum of two in a loop adds up many terms as well.
     is_sum_in_loop = note.rounds and note.is_any(SUMS)
     is_long_sum = is_sum_in_loop or note.is_any(Trait.ADDS_MANY)
     return How.STAGNATES if is_long_sum else How.ROUNDS
@@ -205,11 +206,14 @@ def _how_off(note: Note) -> How:
 def _cancels(note: Note) -> bool:
     """Whether a result is a sum that is small beside its terms."""
     is_sum = note.is_any(SUMS | Trait.PRODUCT)
-    return is_sum and note.typical < _SMALL * _size_of_terms(note)
+    return is_sum and note.typical < _SMALL * size_of_sum(note)
 
 
-def _size_of_terms(note: Note) -> float:
-    """Estimates the size that a sum of its terms would have if their signs were random."""
+def size_of_sum(note: Note) -> float:
+    """Estimates the size of a sum or product whose terms have random signs.
+
+    The sum of n such terms is about sqrt(n) times as large as one of them.
+    """
     sizes = [read.typical for read in note.reads if read.typical]
     growth = math.sqrt(note.origin.terms)
     if note.is_any(Trait.PRODUCT):
@@ -252,7 +256,10 @@ def _where_computed(note: Note) -> Note:
 
 
 def _where_lost(note: Note) -> Note:
-    """Goes back from numbers that are lost to the equation in which they became zero."""
+    """Goes back from numbers that are lost to the equation in which they became 0.
+
+    It follows the first operand of which at least half as large a share is lost.
+    """
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
         if not lost:

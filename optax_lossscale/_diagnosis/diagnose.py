@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.page import Diagnosis, Findings
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
-from optax_lossscale._diagnosis.scale import underflow
+from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
 from optax_lossscale._step.get import get_loss_scale
@@ -48,11 +48,11 @@ def diagnose(
     how many gradients are lost to underflow. A loss function that computes in float32
     is diagnosed as `autocast` runs it.
 
-    Float32 makes the same choices as the program, such as indices and branches. If it
-    would choose otherwise, or if anything is off, the gradient is also run in float32
-    with its own choices, and compared with float64. Constants are the same in float32
-    as tracing the program left them: where bfloat16 has rounded 0.999 to 1, it is 1 in
-    float32 too, and no error is found.
+    The values in float32 follow the choices of the program, such as indices and
+    branches. If float32 would choose otherwise, or if anything is off, the gradient is
+    also run in float32 with its own choices, and compared with float64. Constants are
+    as tracing the program left them, in float32 as well: where bfloat16 has rounded
+    0.999 to 1, it is 1 in float32 too, and no error is found.
 
     A long run prints a line of progress to stderr every 10 seconds or so.
 
@@ -65,8 +65,8 @@ def diagnose(
         need not be scaled: `scale_gradient` has no effect here.
       params: the parameters: a tree of arrays, or a module of NNX or Equinox.
       *args: a batch. Anything that is not an array is passed on as it is.
-      has_aux: whether `loss_fn` returns `(loss, aux)`. The floats in `aux` are compared
-        as values inside.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. The floats in `aux` are
+        compared, too, like the values inside the model.
       opt_state: the optimizer's state, whose loss scale is compared with the scale that
         fits.
       **kwargs: further keyword arguments of `loss_fn`.
@@ -80,7 +80,8 @@ def diagnose(
         scalar, makes a `jax.Ref`, or has a keyword argument named `has_aux` or
         `opt_state`; or if an argument is a traced array, as inside `jit`, or a
         `jax.ShapeDtypeStruct`.
-      ValueError: if `opt_state` holds more than one loss scale.
+      ValueError: if `opt_state` holds more than one loss scale, or if `get_loss_scale`
+        refuses what is wrapped around `with_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -108,10 +109,10 @@ def diagnose(
         in_mesh_of((params, args, kwargs)),
     ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
-        is_wide = not gradient.narrow_dtypes
-        if is_wide:
+        is_autocast = not gradient.narrow_dtypes
+        if is_autocast:
             gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
-        return _report(gradient, runs_of(gradient), is_wide, opt_state)
+        return _report(gradient, runs_of(gradient), is_autocast, opt_state)
 
 
 def _report(
@@ -132,11 +133,12 @@ def _findings(
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
-    may_scale = runs.fit.scale is not None and np.float16 in dtypes
-    has_scale = loss_scales_in(opt_state)
     off, wrong_results = off_and_wrong(runs)
     wrong_names = {result.name for result in wrong_results}
     right = off.keys() - wrong_names
+    underflow = {}
+    if runs.fit.scale is not None and np.float16 in dtypes:
+        underflow = underflow_by_group(runs.at_1.grads, run.grads, right)
     # If a result is wrong already, how much the choices change it would not be known.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
@@ -148,7 +150,7 @@ def _findings(
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
         undetermined=_undetermined(run, judged=off.keys() | wrong_names),
-        loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
+        loss_scale=_loss_scale_in(opt_state),
         wrong=tuple(wrong_results or wrong_inside(runs, dtypes)),
         off=off,
         off_by_choices=by_choices,
@@ -158,21 +160,32 @@ def _findings(
         has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite,
         off_without=_off_without(runs, right),
-        underflow=underflow(runs.at_1.grads, run.grads, right) if may_scale else {},
+        underflow=underflow,
         not_compared=runs.not_compared,
         table=table_of(run.notes),
     )
 
 
+def _loss_scale_in(opt_state: Any) -> float | None:
+    """Returns the number of the loss scale in an optimizer's state, if it holds one."""
+    if not loss_scales_in(opt_state):
+        return None
+    loss_scale = get_loss_scale(opt_state)
+    return float(loss_scale())
+
+
 def _undetermined(run: Run, judged: Container[str]) -> tuple[str, ...]:
-    """Returns the names of gradients that were not judged; constants are always right."""
+    """Names the gradients that were not judged, except constants, which are exact."""
     return tuple(
         name for name, value in run.grads.items() if value.note and name not in judged
     )
 
 
 def _loss_in_float32(runs: Runs) -> float:
-    """Returns the loss in float32: with the program's choices, or its own if not finite."""
+    """Returns the loss in float32 with the program's choices.
+
+    If it is not finite with these, it returns the loss with float32's own choices.
+    """
     loss = runs.fitting.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
         loss = runs.in_float32.loss.pair.actual
@@ -180,7 +193,10 @@ def _loss_in_float32(runs: Runs) -> float:
 
 
 def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """Returns how far gradients are off without a loss scale, of those right with one."""
+    """Returns how far gradients are off without a loss scale, if they are right with one.
+
+    Gradients that are off by 5% or less are left out.
+    """
     off = {}
     for name, value in runs.at_1.grads.items():
         if name in right and value.note and value.note.error > TOLERANCE:

@@ -61,8 +61,8 @@ class Operation(NamedTuple):
       multiplications: how many multiplications one run computes; 0 if these operations
         are not products.
       terms: the most numbers that one of these operations sums into one.
-      by_choice: whether a product has its dtype on purpose: it asks for its precision,
-        or Optax made it.
+      by_choice: whether a product has its dtype on purpose. It asks for HIGHEST
+        precision or for an algorithm, other than by default, or Optax made it.
     """
 
     primitive: str
@@ -93,7 +93,7 @@ class Operation(NamedTuple):
 
 
 class DtypeReport(NamedTuple):
-    """The result of `dtype_report`; print it for a table, with the largest first.
+    """The result of `dtype_report`; print it for a table, the largest operations first.
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
@@ -127,12 +127,11 @@ class DtypeReport(NamedTuple):
             f"  {share:.1%} of the multiplications in {dtype}"
             for dtype, share in self.shares.items()
         ]
+        narrow = rows_of(self.narrow, self)
         sections = {
             "Matrix products and convolutions:": totals or ["  none"],
             "by line:": rows_of(self.products, self),
-            "Sums, exponentials, logarithms and powers in 16 bits or fewer:": rows_of(
-                self.narrow, self
-            ),
+            "Sums, exponentials, logarithms and powers in 16 bits or fewer:": narrow,
             "Not looked into:": rows_of(self.opaque, self),
         }
         lines = []
@@ -156,8 +155,8 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     It traces the function with everything inside, but runs and compiles nothing, so
     shapes are enough. Give it the training step to include the backward pass. Every
     branch of a `cond` counts as run, and the body of a `while` as run once. Outer
-    products do not count as products, and neither do inner products: their results are
-    single numbers.
+    products, which sum nothing, do not count as products, and neither do inner
+    products, whose results are single numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
@@ -213,9 +212,10 @@ def _report_of(
       jaxpr: the program.
       default_precision: the precision of a product whose call does not ask for one.
       line: the user's line that runs the program; "" for the whole program.
-      before: the dtypes of its arguments before they were widened; empty if unknown.
+      before: the dtypes that its arguments had before the caller widened them. If it is
+        empty, they count as not widened.
     """
-    # The dtypes before widening, by `id` because a literal cannot be hashed
+    # The dtypes of values before they were widened, by `id`: literals have no hash.
     unwidened: dict[int, np.dtype] = {}
     for v, dtype in zip(jaxpr.invars, before, strict=False):
         unwidened[id(v)] = dtype
@@ -249,16 +249,23 @@ def _report_on(
     """Reports on a single equation, without the programs inside it."""
 
     def operation(values):
+        """Describes the equation by the dtypes of these operands or results."""
         operands = tuple(dtypes_in(values))
         before = _dtypes_before(values, unwidened)
         return Operation(name_of(eqn), operands, before, source, terms=count_terms(eqn))
 
     floats = list(filter(is_inexact, eqn.invars))
     if is_product(eqn):
-        has_own = asks_for_highest(eqn) and eqn.params["precision"] != default_precision
+        is_default = eqn.params.get("precision") == default_precision
+        is_asked_for = asks_for_highest(eqn) and not is_default
         product = operation(eqn.invars[:2])._replace(
+<<<<<<< HEAD
             multiplications=count_results(eqn) * count_terms(eqn),
             by_choice=has_own or is_made_by_optax(eqn),
+=======
+            multiplications=count_results(eqn) * count_terms(eqn),
+            by_choice=is_asked_for or is_made_by_optax(eqn),
+>>>>>>> w14-page
         )
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
@@ -276,12 +283,12 @@ def _report_on(
 def _dtypes_before(
     values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
 ) -> tuple[np.dtype, ...]:
-    """Returns the dtypes that values had before they were widened, if they were."""
+    """Returns the dtypes of values, or if they were widened, their dtypes before that."""
     return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
 def _repeated(report: DtypeReport, times: int) -> DtypeReport:
-    """Multiplies the multiplications of a program that runs several times."""
+    """Counts the multiplications of a program as often as it runs."""
     products = tuple(
         product._replace(multiplications=times * product.multiplications)
         for product in report.products
@@ -290,7 +297,7 @@ def _repeated(report: DtypeReport, times: int) -> DtypeReport:
 
 
 def _times_run(eqn: JaxprEqn) -> int:
-    """Returns how often an equation runs the programs inside it; 1 for a `while`."""
+    """Returns how often an equation runs the programs inside it; a `while` counts as 1."""
     if Trait.SCANS in traits(eqn):
         return eqn.params["length"]
     if Trait.MAPS in traits(eqn):
@@ -330,7 +337,7 @@ def _row(operation: Operation, total: int) -> tuple[str, ...]:
         size = percent(operation.multiplications / total)
     by_choice = ", by choice" if operation.by_choice else ""
     return (
-        "",
+        "",  # indents the row
         " × ".join(dict.fromkeys(dtypes)),
         size,
         f"{operation.count} {operation.primitive}",

@@ -52,7 +52,7 @@ def worst_operand(note: Note) -> Note | None:
 
     The operands of a sum or a choice are compared by `distance`, because a large
     relative error of a small term hardly changes a sum. All others are compared by
-    `error`.
+    `error`. If the errors of several are infinite, one with NaNs counts as the worst.
     """
     if not note.bad and note.is_any(Trait.ADDS_TWO | Trait.CHOOSES):
         return max(note.reads, key=lambda read: read.distance, default=None)
@@ -62,7 +62,7 @@ def worst_operand(note: Note) -> Note | None:
 def _off_operand(note: Note) -> Note | None:
     """Returns the worst operand if it is off by more than rounding, otherwise None.
 
-    If the result is not finite where float32's is, the operand counts from 5% on.
+    If the result is not finite where float32's is, it must be off by more than 5%.
     """
     worst = worst_operand(note)
     floor = TOLERANCE if note.bad else _ROUNDING
@@ -73,7 +73,8 @@ def _where_error_grows(path: Sequence[Note]) -> Note | None:
     """Finds the equation in which the error grows, at once or over many iterations."""
     errors = []
     for note in path:
-        # An error above 100% counts as 100%: 1/256 in place of 1/5000 is off by 1800%.
+        # An error above 100% counts as 100%, as it may only mean that the reference is
+        # small: 1/256 in place of 1/5000 is off by 1800%.
         at_most_1 = min(note.error, 1.0)
         errors.append(max(at_most_1, _ROUNDING))
     errors.append(_ROUNDING)  # the operands of the last equation

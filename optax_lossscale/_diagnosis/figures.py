@@ -126,7 +126,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     """Compares two flat arrays of which at least one is not finite everywhere.
 
     Where the reference is not finite, both count as 0. Where only the result is not
-    finite, it counts as equal to the reference, and is reported as `bad`.
+    finite, it counts as equal to the reference, and `bad` reports it.
     """
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)
@@ -135,6 +135,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     figures = _figures(finite_actual, finite_reference)
     bad = bool(is_bad.any())
     n_finite = np.count_nonzero(is_finite)
+    # `typical` is a mean over the finite numbers only, without the zeros put in above.
     share_finite = max(n_finite, 1) / actual.size
     return dataclasses.replace(
         figures,

@@ -85,30 +85,39 @@ class Diagnosis(Findings):
       scale: the loss scale at which the gradients were compared.
       loss_scale: the loss scale in the optimizer's state, or None if there is no state
         or no loss scale in it.
-      wrong: the loss and gradients that are off by more than 5%, and why: the loss
-        first, then the worst gradient. If all are right, the first value inside of
-        which more than a fifth of the numbers are off by more than 5%.
+      wrong: the loss and gradients that are off by more than 5%, not finite even in
+        float32, or not in proportion to the loss scale, and why: the loss first, then
+        the worst gradient. If all are right, the first value inside of which more than
+        a fifth of the numbers are off by more than 5%, or a value in `aux` that is
+        finite in float32 only.
       off: how far the loss and each gradient are from float32's, relative to those. A
         loss whose terms cancel is compared with how much it changes with the
         parameters. Results that float32 does not determine, because it is off from
         float64 as well, are left out, such as the gradient of a bias before a
-        normalization.
+        normalization. So are differences of two equal things, results that are not
+        finite in float32, and constant gradients.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
         is empty if any result is wrong already with the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or numbers
-        of iterations. Each line is listed once, with the choice that differs most.
+        of iterations. Each line is listed once, with the choice that differs most. If
+        only a small share of a choice differs, as near a tie, it is left out, unless
+        choices put the loss off or a gradient far off.
       initial_scale: the loss scale that fits. It is None if gradients are finite at
         none of the scales tried, or if the loss or float32's results are not finite.
-      overflow: where gradients become infinite first, at twice the largest scale.
-      undetermined: the parameters whose gradients float32 does not determine.
+      overflow: what makes gradients infinite at twice the largest scale: the result
+        that overflows first, or an earlier one in which its numbers grew most, if they
+        grew by a factor of 1024 or more. It is None if nothing overflows.
+      undetermined: the parameters whose gradients float32 does not determine, or finds
+        to be 0, as the difference of two equal things.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale. Only gradients that
         are off by more than 5% without it, and right at `scale`, are listed.
       underflow: how many of the gradients that are not wrong underflow, by the path of
         the parameters without its numbers. The group "all" comes first, then the group
-        that loses most. Groups that lose 1% or less are left out.
+        that loses most. Groups that lose 1% or less, both without a loss scale and at
+        `scale`, are left out.
       not_compared: operations that have no float32 version, each with its line: kernels
         and others that run in 16 bits only, and callbacks that run once.
       table: a row for each computed result.
@@ -118,7 +127,9 @@ class Diagnosis(Findings):
     advice: list[str]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws the magnitudes along the program, and shades what float16 cannot hold.
+        """Draws how large each result is, and shades what float16 cannot hold.
+
+        The results follow each other as in the program.
 
         Args:
           axes: the matplotlib axes to draw into and to return; by default those of a
@@ -138,20 +149,20 @@ class Diagnosis(Findings):
             *self._scale_sentences(),
         ]
         scale = scale_name(self.scale)
-        wrong = [
+        wrong_title = ("Wrong:", "off by", "because")
+        wrong_rows = [
             (f"  {result.name}", _how_far_off(result), result.because)
             for result in self.wrong
         ]
-        underflow = [
+        underflow_title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
+        underflow_rows = [
             (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
             for name, group in self.underflow.items()
         ]
-        wrong_title = ("Wrong:", "off by", "because")
-        underflow_title = ("Underflow:", "lost at 1", f"at {scale}", "bits needed")
         lines = [
             *map(wrapped, sentences),
-            *_section(wrong_title, wrong),
-            *_section(underflow_title, underflow),
+            *_section(wrong_title, wrong_rows),
+            *_section(underflow_title, underflow_rows),
             "What to do:",
             *(wrapped(f"- {remedy}") for remedy in self.advice),
         ]
@@ -204,8 +215,8 @@ class Diagnosis(Findings):
         for operation, source in self.not_compared:
             what = f"what {operation} computes in 16 bits at {source}"
             if Trait.EFFECTFUL in traits_of(operation):
-                at = f"{operation} at {source}"
-                what = f"{at}, whose results float32 takes as they are"
+                results = "whose results float32 takes as they are"
+                what = f"{operation} at {source}, {results}"
             yield f"Not compared: {what}."
 
     def _scale_sentences(self) -> Iterator[str]:

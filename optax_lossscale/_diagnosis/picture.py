@@ -17,12 +17,13 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
 
     A thin line connects the dot to the typical size of the result. A dotted line marks
     where the backward pass begins, and the sizes that float16 cannot hold are shaded.
+    Results that are all 0 are left out, as the axis of sizes is logarithmic.
     """
-    axes = axes_for(axes, 3.2)
+    axes = axes_for(axes, height=3.2)
     rows = [row for row in table.rows if row.largest]
     order = np.arange(len(rows))
     largest = np.array([row.largest for row in rows])
-    typical = [row.typical or np.nan for row in rows]
+    typical = [row.typical or np.nan for row in rows]  # no line is drawn to NaN
     axes.vlines(order, typical, largest, color=GREY, lw=0.8)
     is_narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
     is_off = np.array([row.error > TOLERANCE for row in rows], bool)
@@ -35,8 +36,8 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
         axes.plot(order[mask], largest[mask], ".", color=color, label=label)
     backward = [n for n, row in enumerate(rows) if row.is_backward]
     if backward:
-        first_backward = backward[0]
-        axes.axvline(first_backward - 0.5, color="black", lw=0.8, ls=":")
+        start = backward[0] - 0.5
+        axes.axvline(start, color="black", lw=0.8, ls=":")
     axes.set_yscale("log", base=2)
     _shade(axes)
     axes.set(xlabel="equation of the gradient", ylabel="size")
@@ -47,6 +48,7 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
 def _shade(axes: Axes) -> None:
     """Shades the sizes that float16 rounds to zero or to infinity."""
     bottom, top = axes.get_ylim()
+    # Both shades are visible even if no size lies in them.
     bottom = min(bottom, _ROUNDED_TO_ZERO / 16)
     top = max(top, _ROUNDED_TO_INFINITY * 16)
     axes.axhspan(bottom, _ROUNDED_TO_ZERO, color="black", alpha=0.14, lw=0)

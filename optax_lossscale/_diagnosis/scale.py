@@ -24,7 +24,7 @@ from optax_lossscale._diagnosis.value import Value
 # in float32, and flushed to zero.
 HIGHEST = 126
 MARGIN = 2  # bits between the initial scale and the largest, because gradients may grow
-NOTABLE = 0.01  # the share of gradients above which underflow is worth mentioning
+_NOTABLE = 0.01  # the share of gradients above which underflow is worth mentioning
 # An equation that enlarges numbers by this factor or more is at fault for their size.
 _ENLARGED = 2.0**10
 _SMALLEST = 2.0**-149  # the smallest positive number of float32
@@ -38,7 +38,7 @@ class InitialScale(NamedTuple):
 
     Attributes:
       scale: the loss scale, a power of two.
-      largest: the largest power of two at which no gradient overflows, or 2**126.
+      largest: the largest power of two, up to 2**126, at which no gradient overflows.
     """
 
     scale: float
@@ -77,10 +77,10 @@ class Underflow(NamedTuple):
 
 
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
-    """Returns the exponent of the first scale that overflows, and the note of its cause.
+    """Predicts the smallest power of two at which a result overflows, and the cause.
 
-    The cause is the equation that made the numbers large. If nothing overflows up to a
-    scale of 2**HIGHEST, the result is HIGHEST + 1 and None.
+    Returns the exponent, and the note of the equation that made the numbers large. If
+    nothing overflows up to a scale of 2**HIGHEST, it returns HIGHEST + 1 and None.
 
     Args:
       notes: the notes of a run.
@@ -118,13 +118,14 @@ def _largest_operand(note: Note) -> Note | None:
     return max(reads, key=lambda read: read.largest, default=None)
 
 
-def underflow(
+def underflow_by_group(
     at_1: Mapping[str, Value], fitting: Mapping[str, Value], right: Container[str]
 ) -> dict[str, Underflow]:
     """Measures underflow by group of parameters, for groups that lose more than 1%.
 
     Parameters whose names differ only in numbers form a group. The group of all
-    parameters comes first. The others follow, and those that lose most lead.
+    parameters comes first. The others follow, and those that lose most lead. A group is
+    included if it loses more than 1% at either scale.
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
@@ -137,47 +138,49 @@ def underflow(
             gradient = _gradient_sizes(value, fitting[name])
             groups[ALL].append(gradient)
             groups[without_numbers(name)].append(gradient)
-    underflows = []
+    notable = []
     for name, gradients in groups.items():
-        group = _underflow_of(gradients)
-        if max(group.lost, group.left) > NOTABLE:
-            underflows.append((name, group))
-    underflows.sort(key=lambda item: (item[0] != ALL, -item[1].lost))
-    return dict(underflows)
+        group = _joint_underflow(gradients)
+        if max(group.lost, group.left) > _NOTABLE:
+            notable.append((name, group))
+    notable.sort(key=lambda item: (item[0] != ALL, -item[1].lost))
+    return dict(notable)
 
 
 class _GradientSizes(NamedTuple):
-    """The numbers of a gradient that some loss scale can keep, in flat arrays."""
+    """The numbers of a gradient that some loss scale can keep."""
 
-    sizes: np.ndarray  # their absolute values in float32
-    are_lost: np.ndarray  # which of them underflow at a loss scale of 1
-    are_left: np.ndarray  # which of them still underflow at the scale that fits
+    sizes: np.ndarray  # their absolute values in float32, in a flat array
+    n_lost: int  # how many of them underflow at a loss scale of 1
+    n_left: int  # how many of them still underflow at the scale that fits
 
 
 def _gradient_sizes(at_1: Value, fitting: Value) -> _GradientSizes:
-    """Compares a gradient in a run at 1 with the same one at the scale that fits."""
+    """Compares a gradient in the run at 1 with itself at the scale that fits."""
     sizes = _flat_sizes(at_1.pair.reference)
     can_be_kept = sizes > sizes.max(initial=0) * _REACH
-    # A number that vanishes at this scale although float16 can hold it has cancelled.
-    is_held = _flat_sizes(fitting.pair.reference) >= least_normal(np.float16)
     has_vanished = _is_zero_or_subnormal(fitting)
-    are_lost = _is_zero_or_subnormal(at_1) & ~(has_vanished & is_held)
-    are_left = has_vanished & ~is_held
+    # If a number vanishes at the scale that fits although float16 could hold it as a
+    # normal number, its terms have cancelled.
+    is_normal = _flat_sizes(fitting.pair.reference) >= least_normal(np.float16)
+    has_cancelled = has_vanished & is_normal
+    are_lost = _is_zero_or_subnormal(at_1) & ~has_cancelled
+    are_left = has_vanished & ~is_normal
     return _GradientSizes(
-        sizes[can_be_kept], are_lost[can_be_kept], are_left[can_be_kept]
+        sizes[can_be_kept],
+        n_lost=int((are_lost & can_be_kept).sum()),
+        n_left=int((are_left & can_be_kept).sum()),
     )
 
 
-def _underflow_of(gradients: Sequence[_GradientSizes]) -> Underflow:
+def _joint_underflow(gradients: Sequence[_GradientSizes]) -> Underflow:
     """Measures the underflow of several gradients together."""
     sizes = np.concatenate([gradient.sizes for gradient in gradients])
     if not sizes.size:
         return Underflow(0.0, 0.0, 0)
-    are_lost = np.concatenate([gradient.are_lost for gradient in gradients])
-    are_left = np.concatenate([gradient.are_left for gradient in gradients])
     return Underflow(
-        lost=float(are_lost.mean()),
-        left=float(are_left.mean()),
+        lost=sum(gradient.n_lost for gradient in gradients) / sizes.size,
+        left=sum(gradient.n_left for gradient in gradients) / sizes.size,
         bits=_needed_bits(sizes),
     )
 
@@ -191,7 +194,7 @@ def _flat_sizes(x: ArrayLike) -> np.ndarray:
 def _is_zero_or_subnormal(value: Value) -> np.ndarray:
     """Marks the numbers of a gradient that are zero, or subnormal if it is in float16.
 
-    A gradient that was widened afterwards keeps the note of the float16 result.
+    If a gradient was computed in float16 and then widened, its note still has float16.
     """
     sizes = _flat_sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:
@@ -202,6 +205,8 @@ def _is_zero_or_subnormal(value: Value) -> np.ndarray:
 def _needed_bits(sizes: np.ndarray) -> int:
     """Returns the exponent of the smallest loss scale at which float16 loses at most 1%."""
     normal = np.float32(least_normal(np.float16))
+    # A size is `normal` times 2**exponent, times a number from 0.5 to 1. So it is normal
+    # if the exponent is 1 or more.
     _, exponents = np.frexp(sizes / normal)
-    bits = np.quantile(1 - exponents, 1 - NOTABLE, method="inverted_cdf")
+    bits = np.quantile(1 - exponents, 1 - _NOTABLE, method="inverted_cdf")
     return int(np.clip(bits, 0, HIGHEST))

@@ -54,10 +54,10 @@ def table_of(notes: Sequence[Note]) -> Table:
 
 def _cells(row: Note) -> tuple[str, ...]:
     """Formats the cells of a row, in the order of `_TITLES`."""
-    inside = [row.layer, *map(str, row.rounds)]
+    place = [row.layer, *map(str, row.rounds)]
     return (
         row.source,
-        ", ".join(filter(None, inside)),
+        ", ".join(filter(None, place)),
         row.primitive,
         str(row.dtype),
         percent(row.before),

@@ -33,7 +33,7 @@ def abridged(names: Sequence[str]) -> str:
 
 
 def lines_of(operations: Iterable[Any]) -> str:
-    """Lists the distinct source lines of operations, shortened by `abridged`."""
+    """Lists the distinct `source` lines of operations or notes, as `abridged` does."""
     sources = dict.fromkeys(operation.source for operation in operations)
     return abridged(list(sources))
 

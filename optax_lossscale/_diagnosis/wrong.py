@@ -1,10 +1,10 @@
 """Which results are wrong, and why: the loss and gradients, or else a value inside.
 
-A result is *wrong* if one of these is true:
+The loss or a gradient is *wrong* if one of these is true:
 
 - It is off from float32 by more than 5%.
 - It is not finite even in float32.
-- It is not in proportion to the loss scale.
+- It is a gradient that does not grow in proportion to the loss scale.
 
 Two kinds of results are not judged. The first kind is not determined by float32,
 because float32 is off from float64 as well. An example is the gradient of a bias before
@@ -25,7 +25,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.cause import Cause, How, cause_in_float32, cause_of
+from optax_lossscale._diagnosis.cause import (
+    Cause,
+    How,
+    cause_in_float32,
+    cause_of,
+    size_of_sum,
+)
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
@@ -47,7 +53,7 @@ _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
 # Where float32 is off by more than 5%, it still determines a result if its error is
 # this many times smaller than the error of 16 bits.
 _FAR_LESS = 3
-_NEAR = 4  # how many equations back from an infinity to look for a lost constant
+_NEAR = 4  # how many equations to search for a lost constant, from an infinity back
 _NO_RIGHT_DIGIT = 0.5  # a number whose error is larger has no right digit
 
 
@@ -56,12 +62,12 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far the loss or gradient is from float32's, relative to that. It is 1 if
-        only float32's is 0, and infinite if either is not finite. If `how` is "is not
+      off: how far the loss or gradient is from float32's, relative to that: 1 if only
+        float32's is 0, and infinite if either is not finite. If `how` is "is not
         linear", it is instead the relative change of the gradient that the loss scale
         causes. For "a value inside", it is the share of its numbers that are off by
-        more than 5%. It is infinite if the value is in the `aux` that the loss function
-        returns, and is not finite.
+        more than 5%, but infinite for a value that is not finite in the `aux` that the
+        loss function returns.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -98,22 +104,24 @@ class Wrong(NamedTuple):
 def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """Compares the loss and gradients with float32's.
 
-    Returns how far each is off, by name, and those that are wrong: the loss first, then
-    the gradients, the worst first. Results that are not judged, or not finite in
-    float32, are left out of the first.
+    Returns:
+      How far each is off, by name, and a list of those that are wrong: the loss first,
+      then the gradients, the worst first. How far a result is off is left out if the
+      result is not judged, or not finite in float32, or a constant gradient.
     """
     run = runs.fitting
     off = {}
     wrong = []
+    if run.loss.note is None:  # a constant loss, which is exact
+        off[THE_LOSS] = 0.0
     for name, value in run.results.items():
         note = value.note
-        if note is None:  # a constant, which is exact
-            if name == THE_LOSS:
-                off[name] = 0.0
-        elif not note.is_reference_finite:
+        if note is None:
+            continue
+        if not note.is_reference_finite:
             cause = _cause_of_infinity(runs, name, note)
             wrong.append(_wrong_result(name, math.inf, cause, run))
-        elif _float32_determines(_in_float32(runs, name), note):
+        elif _float32_determines(_note_in_float32(runs, name), note):
             error, cause = _error_and_cause(runs, name, note)
             if cause is None:
                 off[name] = error
@@ -127,13 +135,13 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
 def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """Finds the first value inside that is wrong, as a list of one, or empty if none is.
 
-    A value is wrong if more than a fifth of its numbers are off, and a later value that
-    reads it is off by as much. But it is not wrong if one of these is true:
+    A value is wrong if more than a fifth of its numbers are off by more than 5%, and if
+    the same is true of a later value that reads it. But it is not wrong if
 
     - float32 does not determine it,
     - the program computes in float16, and the later values are below the normal numbers
       of float16,
-    - no result depends on it, such as where only the condition of a loop reads it,
+    - no result depends on it, such as where only the condition of a loop reads it, or
     - it is the difference of numbers that are equal except for rounding to 16 bits.
 
     Each value in the `aux` of the loss function counts as a later value that is off. It
@@ -150,10 +158,9 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
             return [_wrong_result(A_VALUE_INSIDE, note.error, cause_of(note), run)]
     candidates = _widely_off(runs)
     least = least_normal(np.float16) if np.float16 in dtypes else 0.0
-    still_off_later: set[Note] = set()
-    for note in [*candidates, *aux]:
-        if note.typical >= least:
-            still_off_later.update(back_from(note.reads, _moved_from))
+    later = [note for note in [*candidates, *aux] if note.typical >= least]
+    reads = [read for note in later for read in note.reads]
+    still_off_later = set(back_from(reads, _moved_from))
     eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
     for note in candidates:
         if note in still_off_later:
@@ -191,17 +198,23 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     cannot hold is at fault. For example, where the largest logit overflows float16,
     `logsumexp` chooses not to subtract it, and float32 follows that choice.
     """
-    if runs.in_float32:
-        with_own_choices = runs.in_float32.results[name].pair.actual
-        if np.isfinite(with_own_choices).all():
-            ancestors = set(back_from([note]))
-            for earlier in runs.fitting.notes:
-                if earlier.bad and earlier in ancestors:
-                    return cause_of(earlier)
+    if _is_finite_by_own_choices(runs, name):
+        ancestors = set(back_from([note]))
+        for earlier in runs.fitting.notes:
+            if earlier.bad and earlier in ancestors:
+                return cause_of(earlier)
     cause = cause_in_float32(note)
     if not cause.is_in_float32:  # a kernel, whose constants are not known
         return cause
     return cause._replace(rounded=_near_lost_constants(cause.note))
+
+
+def _is_finite_by_own_choices(runs: Runs, name: str) -> bool:
+    """Whether float32 ran with its own choices, and its result is finite."""
+    if runs.in_float32 is None:
+        return False
+    with_own_choices = runs.in_float32.results[name].pair.actual
+    return bool(np.isfinite(with_own_choices).all())
 
 
 def _near_lost_constants(note: Note) -> tuple[Note, ...]:
@@ -219,7 +232,7 @@ def _near_lost_constants(note: Note) -> tuple[Note, ...]:
     return ()
 
 
-def _in_float32(runs: Runs, name: str) -> Note | None:
+def _note_in_float32(runs: Runs, name: str) -> Note | None:
     """Returns the note of a result in the run of the program in float32, if there was one."""
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
@@ -248,23 +261,32 @@ def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | 
     are right, its distance from float32's is therefore compared with how much it
     changes with the parameters, instead of with its size.
     """
-    if note.error > TOLERANCE:
-        cause = cause_of(note)
-        may_be_near_0 = name == THE_LOSS and _is_wide_sum(cause.note)
-        if may_be_near_0 and _are_grads_right(runs):
-            change = max(_change_of_loss(runs), _COMPARABLE)
-            if note.distance / change <= TOLERANCE:
-                return note.distance / change, None
-        return note.error, cause
-    run = runs.fitting
-    note_at_1 = runs.at_1.results[name].note
-    deviation = _out_of_proportion(note_at_1, note, run.scale)
+    if note.error <= TOLERANCE:
+        return _deviation_and_cause(runs, name, note)
+    cause = cause_of(note)
+    may_be_near_0 = name == THE_LOSS and _is_wide_sum(cause.note)
+    if may_be_near_0 and _are_grads_right(runs):
+        change = max(_change_of_loss(runs), _COMPARABLE)
+        if note.distance / change <= TOLERANCE:
+            return note.distance / change, None
+    return note.error, cause
+
+
+def _deviation_and_cause(
+    runs: Runs, name: str, note: Note
+) -> tuple[float, Cause | None]:
+    """Does the same for a result that agrees with float32's, but may not be linear.
+
+    The first equation whose result is not in proportion to the loss scale is at fault.
+    """
+    scale = runs.fitting.scale
+    deviation = _out_of_proportion(runs.at_1.results[name].note, note, scale)
     if deviation <= TOLERANCE:
         return note.error, None
     at_1 = runs.at_1.by_result
-    for earlier in run.notes:
+    for earlier in runs.fitting.notes:
         same_at_1 = at_1.get(earlier.result)
-        if _out_of_proportion(same_at_1, earlier, run.scale) > TOLERANCE:
+        if _out_of_proportion(same_at_1, earlier, scale) > TOLERANCE:
             return deviation, Cause(How.IS_NOT_LINEAR, earlier)
     return deviation, Cause(How.IS_NOT_LINEAR, note)
 
@@ -281,7 +303,7 @@ def _are_grads_right(runs: Runs) -> bool:
         if note is None:
             continue
         is_off = note.error > TOLERANCE or not note.is_reference_finite
-        if is_off and _float32_determines(_in_float32(runs, name), note):
+        if is_off and _float32_determines(_note_in_float32(runs, name), note):
             return False
     return True
 
@@ -289,8 +311,8 @@ def _are_grads_right(runs: Runs) -> bool:
 def _change_of_loss(runs: Runs) -> float:
     """Measures how much the loss changes with the parameters, for a loss near 0.
 
-    It is the sum over the parameters of the absolute inner product of each with its
-    gradient. For example, the loss of a policy is 0 in its first step, because
+    It takes the inner product of each parameter and its gradient, and adds up the
+    absolute values. For example, the loss of a policy is 0 in its first step, because
     advantages add up to 0. The rounding that is left in it does not matter if a change
     of the parameters changes the loss by far more.
     """
@@ -304,7 +326,13 @@ def _change_of_loss(runs: Runs) -> float:
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
-    """Measures how far a result in float32 is from growing with the loss scale."""
+    """Measures how far a result in float32 is from growing in proportion to the scale.
+
+    Args:
+      at_1: the note of the result in the run at a loss scale of 1, if there is one.
+      note: its note in the run at `scale`.
+      scale: the loss scale of that run.
+    """
     if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
         return 0.0
     return abs(note.typical / (at_1.typical * scale) - 1)
@@ -338,9 +366,7 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
     data was collected are equal except for rounding, which is all that their difference
     consists of.
     """
-    terms = max((read.typical for read in note.reads), default=0.0)
-    size_of_sum = terms * math.sqrt(note.origin.terms)
-    return _is_wide_sum(note) and note.typical < eps * size_of_sum
+    return _is_wide_sum(note) and note.typical < eps * size_of_sum(note)
 
 
 def _moved_from(note: Note) -> Sequence[Note]:
