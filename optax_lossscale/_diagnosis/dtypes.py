@@ -259,13 +259,8 @@ def _report_on(
         is_default = eqn.params.get("precision") == default_precision
         is_asked_for = asks_for_highest(eqn) and not is_default
         product = operation(eqn.invars[:2])._replace(
-<<<<<<< HEAD
-            multiplications=count_results(eqn) * count_terms(eqn),
-            by_choice=has_own or is_made_by_optax(eqn),
-=======
             multiplications=count_results(eqn) * count_terms(eqn),
             by_choice=is_asked_for or is_made_by_optax(eqn),
->>>>>>> w14-page
         )
         return DtypeReport(products=(product,))
     if Trait.OPAQUE in traits(eqn) or name_of(eqn) not in TABLE:
