@@ -59,7 +59,7 @@ class Kind(enum.IntEnum):
     """
 
     NUMBER = enum.auto()
-    """A literal that is 0 or of a size from 1/256 to 4, a mask, or computed from these."""
+    """A literal of size 0 or from 1/256 to 4, a mask, or computed from these."""
     PARAMETER = enum.auto()
     """A parameter, or a value computed from parameters and NUMBERs."""
     LARGE = enum.auto()
@@ -99,7 +99,7 @@ _LARGEST_TERM = 2**8
 
 @cached_by_program
 def classify(jaxpr: Any, arguments: Kinds) -> Mapping[Var, Kind]:
-    """Returns the kind of each variable of `flat(jaxpr)`, given the arguments' kinds."""
+    """Returns the kind of each variable of `flat(jaxpr)`, given those of arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds.update(zip(program.ins, arguments, strict=True))

@@ -100,7 +100,7 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
 def region_of_equation(
     facts: Facts, eqn: JaxprEqn, rewritten: Step | None, live: Dtypes
 ) -> Region:
-    """Builds the region for an equation outside of islands, which stores all its results.
+    """Builds the region for an equation outside of islands; it stores all results.
 
     An equation that sends its operand to other devices, names it, or holds it behind a
     barrier rounds it first, if only products read the result. So devices send each
