@@ -43,11 +43,11 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
             tuple(v.aval for v in eqn.invars),
         )
 
-    stores = ((positions[v], dtype) for v, dtype in island.stores.items())
     key = (
         casting,
         tuple(map(key_of_step, island.steps)),
-        tuple(stores),
+        tuple(positions[v] for v in island.stores),
+        tuple(island.stores.values()),
         frozenset(positions[v] for v in island.kept_reductions),
     )
     return hashable(key, island)

@@ -277,7 +277,9 @@ def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
     if Trait.SCANS not in traits(eqn):
         return False
     first_scanned = carried_by(eqn).stop
-    scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)
-    # A parameter multiplied by 45, for example, is LARGE.
-    parameter_kinds = (Kind.PARAMETER, Kind.LARGE)
-    return any(kind in parameter_kinds and len(shape_in(v)) > 2 for v, kind in scanned)
+    for n in range(first_scanned, len(eqn.invars)):
+        # A parameter multiplied by 45, for example, is LARGE.
+        is_parameter = operands[n] in (Kind.PARAMETER, Kind.LARGE)
+        if is_parameter and len(shape_in(eqn.invars[n])) > 2:
+            return True
+    return False

@@ -171,7 +171,8 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str]:
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
     """Why the programs in an equation cannot be rewritten; "" if they can."""
-    if not is_entered(eqn) and not traits(eqn) & (Trait.JVP | Trait.VJP):
+    has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
+    if not is_entered(eqn) and not has_rule:
         return f"a {name_of(eqn)}"
     if has_shardings(eqn):
         return "a jit with shardings"

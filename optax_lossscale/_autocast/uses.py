@@ -147,6 +147,7 @@ def operand_uses_inside(eqn: JaxprEqn, result_uses: Uses) -> list[Use]:
     operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):
         use_of = uses(program, result_uses)
-        for n, v in enumerate(flat(program).ins, start=first_inside(eqn)):
+        arguments = flat(program).ins
+        for n, v in enumerate(arguments, start=first_inside(eqn)):
             operand_uses[n] |= use_of[v]
     return operand_uses
