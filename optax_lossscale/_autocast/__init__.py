@@ -14,7 +14,8 @@ It computes in float32 as one unit, and rounds the values that the next product 
 recomputes `exp` from the result of the product.
 
 Outside of products, two kinds of operations stay in 16 bits: those that only move the
-numbers of a product's result, and the sums of a *stream* (see below).
+numbers of a product's result, or sum them over devices, and the sums of a *stream* (see
+below).
 
 Three passes make the plan. Each is a pure function in its own file:
 
@@ -48,7 +49,8 @@ These files share some words:
 - An *equation* is one operation of the traced program, with its operands and results. A
   *step* is an equation in a region, with the dtypes to which it casts its operands.
 - A *product* is a matrix product or a convolution that sums. It is *narrowed* if it
-  runs in 16 bits; the 16-bit dtype is called *low*.
+  runs in 16 bits; the 16-bit dtype is called *low*. To *round* a value is to cast it to
+  this dtype.
 - An equation that holds programs is *rewritten* if it runs them by plans of their own.
   Where nothing forbids it, that happens if they contain a product to narrow or an outer
   product to replace. It also happens to a `custom_vjp`, because its rule may compute

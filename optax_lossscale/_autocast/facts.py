@@ -86,8 +86,8 @@ def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     it and it is live across one. Any other value has the dtype in which it was traced;
     `store` may still round it, if only products read it.
 
-    The rule depends on the use alone, and not on the program that holds the reader: a
-    `scan` or `cond` around the reader does not change the dtype.
+    The rule depends on the use, and not on the program that holds the reader: a `scan`
+    or `cond` around the reader does not change the dtype.
     """
     traced = dtype_in(v)
     is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and use == BOTH)

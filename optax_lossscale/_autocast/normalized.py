@@ -111,7 +111,7 @@ def role_of(
     if all(role.source is None for role in operands):
         return Role(None, "number")
     formula = row_of(eqn).formula
-    # A neutral number is left out below only after `-` and `/`: `1 / norm` is no norm.
+    # A neutral number is left out below, but `1 / norm` is not a norm.
     starts_with_number = operands[0].source is None
     if formula in ("minus", "over") and starts_with_number:
         return None
@@ -154,7 +154,7 @@ def _combined(
     divisor = operands[-1]
     if formula == "over" and divisor.source is None:
         terms /= divisor.value
-    # `x / sqrt(mean(x * x) / 1e6)` would be large.
+    # With fewer terms, as in `x / sqrt(mean(x * x) / 1e6)`, the result may be large.
     if terms < _FEWEST_TERMS:
         return None
     # `x - sum(x)` is not `x` minus its mean.

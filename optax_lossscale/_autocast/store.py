@@ -56,7 +56,7 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
     live = {}
     for v in variables(facts.program.outs):
         live[v] = facts.dtypes[v]
-    last_to_first = []
+    reversed_regions = []
     parts = partition(facts.program.eqns, seeds)
     for part in reversed(parts):
         regions = []
@@ -66,10 +66,10 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
             step = rewritten.get(part)
             regions = [region_of_equation(facts, part, step, live)]
         for region in reversed(regions):
-            last_to_first.append(region)
+            reversed_regions.append(region)
             for v, dtype in region.reads.items():
                 demand(facts, live, v, dtype)
-    return tuple(reversed(last_to_first))
+    return tuple(reversed(reversed_regions))
 
 
 def island_seeds(facts: Facts) -> Set[Var]:
@@ -101,19 +101,19 @@ def _regions_of_island(
       repeated: the equations of the program that islands repeat, by their results.
       positions: the position of each equation in the program.
     """
-    makers = made_by(island)
-    stored = {v: live[v] for v in makers if v in live}
-    usable = ChainMap(makers, repeated)
+    computed_here = made_by(island)
+    stored = {v: live[v] for v in computed_here if v in live}
+    producers = ChainMap(computed_here, repeated)
     regions = []
     for values in _divided(facts, island, stored):
-        needed = needed_for(values, usable)
-        eqns = {usable[v] for v in needed if v in usable}
+        needed = needed_for(values, producers)
+        eqns = {producers[v] for v in needed if v in producers}
         in_order = sorted(eqns, key=positions.__getitem__)
         stores = {v: stored[v] for v in values}
         regions.append(region_of_island(facts, in_order, stores))
         # The next regions of the island read what this one stores.
         for v in values:
-            del makers[v]
+            del computed_here[v]
     return regions
 
 
