@@ -144,9 +144,9 @@ def _rounding_sums(
 ) -> set[JaxprEqn]:
     """The sums in an island that round their operands.
 
-    They are the sums that are stored in 16 bits, and those that lead to one through
-    SUMs alone. For example, if `relu(x @ w + y @ w)` is stored in 16 bits, then the sum
-    inside of `relu` rounds the results of the products. A sum that broadcasts an
+    They are the sums that are stored in 16 bits, and those that lead to a stored value
+    through SUMs alone. For example, if `relu(x @ w + tanh(x @ w))` is stored in 16
+    bits, then the sum inside of `relu` rounds the `tanh`. A sum that broadcasts an
     operand does not round.
 
     Without this rule, the compiler may store the operands in float32. The rule saves
@@ -215,7 +215,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
 
 
 def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
-    """The dtype in which a reader needs a value, which it may round."""
+    """The dtype in which a reader needs a value, by whether it rounds the value."""
     if is_rounded and dtype_in(v) == FLOAT32:
         return facts.low
     return facts.dtypes[v]

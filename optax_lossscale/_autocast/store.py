@@ -75,8 +75,8 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
 def island_seeds(facts: Facts) -> Set[Var]:
     """The values from which islands grow: those stored in 16 bits, and SUMs.
 
-    Most of them are the results of products, and sums with those. Arguments, constants
-    and values that were traced in 16 bits count as well.
+    Most of them are the results of products, and sums with those. Any value that was in
+    16 bits before, such as an argument or a constant, counts as well.
     """
     seeds = set()
     for v, dtype in facts.dtypes.items():
