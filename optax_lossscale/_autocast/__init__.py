@@ -14,7 +14,8 @@ It computes in float32 as one unit, and rounds the values that the next product 
 recomputes `exp` from the result of the product.
 
 Outside of products, two kinds of operations stay in 16 bits: those that only move the
-numbers of a product's result, and the sums of a *stream* (see below).
+numbers of a product's result, or sum them over devices, and the sums of a *stream* (see
+below).
 
 Three passes make the plan. Each is a pure function in its own file:
 
@@ -38,20 +39,22 @@ of its carry no longer change. `run` executes the plan. It uses `enter` to run a
 equation such as a `scan` with other programs inside, and `derivatives` to run a
 function with a custom derivative.
 
-The other files surround the plan. `arrays` turns a call into a program, with the help
-of `nnx` for Flax NNX objects. `products` decides which products are narrowed. `alike`
+The other files are small parts. `arrays` turns a call into a program, with the help of
+`nnx` for Flax NNX objects. `products` decides which products are narrowed. `alike`
 finds islands that can share one trace, `outer` computes outer products, and `shown`
 prints plans. `autocast` and `cast_inputs` hold the public functions.
 
 These files share some words:
 
-- An *equation* is what JAX traced. A *step* is an equation in a region, with the dtypes
-  to which it casts its operands.
+- An *equation* is one operation of the traced program, with its operands and results. A
+  *step* is an equation in a region, with the dtypes to which it casts its operands.
 - A *product* is a matrix product or a convolution that sums. It is *narrowed* if it
-  runs in 16 bits; the 16-bit dtype is called *low*.
+  runs in 16 bits; the 16-bit dtype is called *low*. To *round* a value is to cast it to
+  this dtype.
 - An equation that holds programs is *rewritten* if it runs them by plans of their own.
-  That happens if they contain a product to narrow or an outer product to replace. It
-  also happens to every `custom_vjp`, because its rule may compute either.
+  Where nothing forbids it, that happens if they contain a product to narrow or an outer
+  product to replace. It also happens to a `custom_vjp`, because its rule may compute
+  either.
 - A *region* is a list of steps that run as one: an island, a part of an island, or a
   single step such as a product. An island depends on products, and computes in float32
   except for moves, and for sums that are stored in 16 bits.

@@ -1,9 +1,11 @@
-"""Keys of islands, with which JAX traces one function for all islands that are alike.
+"""Finds islands that are alike, so that JAX traces one function for all of them.
 
 The layers of a model often contain the same island, and JAX is slow to trace the
-derivatives of `jax.checkpoint`. Each layer has its own variables, so a key refers to a
-value by its position in the island. If an island reads `h` and computes `exp(h) * 2`,
-its key records that `exp` reads value 0, and that `mul` reads value 1 and the literal.
+derivatives of `jax.checkpoint`. So islands that are alike get the same key, and `run`
+makes one function for each key. The variables differ from layer to layer, so a key
+refers to a value by its position in the island. If an island reads `h` and computes
+`exp(h) * 2`, its key records that `exp` reads value 0, and that `mul` reads value 1 and
+the literal.
 """
 
 from collections.abc import Hashable
@@ -17,7 +19,10 @@ from optax_lossscale._programs.walk import producers_in
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
-    """Returns the same key for islands in which the same lines compute the same."""
+    """Returns a key that is equal for islands in which the same lines compute the same.
+
+    Profiles and errors show the lines, so islands from different lines are not alike.
+    """
     computed = producers_in([step.eqn for step in island.steps])
     values = [*island.reads, *computed]
     positions = {v: n for n, v in enumerate(values)}
@@ -38,11 +43,11 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
             tuple(v.aval for v in eqn.invars),
         )
 
-    stores = [(positions[v], dtype) for v, dtype in island.stores.items()]
     key = (
         casting,
         tuple(map(key_of_step, island.steps)),
-        tuple(stores),
+        tuple(positions[v] for v in island.stores),
+        tuple(island.stores.values()),
         frozenset(positions[v] for v in island.kept_reductions),
     )
     return hashable_or_id(key, island)

@@ -5,9 +5,9 @@ Flax NNX objects. A tree is split into its arrays and a *rebuild function*, whic
 returns the tree with other arrays in their places. For `{"w": array, "name": "up"}`
 these are `[array]` and a function that puts one array under `"w"`.
 
-`as_program` traces the program from the arrays in the arguments to the arrays in the
-changed objects and in the results. `Call.result` rebuilds both from the program's
-results.
+`as_program` traces a program. Its inputs are the arrays in the arguments; its results
+are the arrays that changed in NNX objects, followed by those that the function returns.
+`Call.result` rebuilds the changed objects and the function's results from them.
 """
 
 import contextlib
@@ -26,6 +26,9 @@ from optax_lossscale._arrays.variables import is_of_nnx, is_variable
 from optax_lossscale._autocast import nnx
 from optax_lossscale._programs.values import FLOAT32, astype
 
+Rebuild = Callable[[Iterable[Any]], Any]
+"""A rebuild function: returns a tree with the given arrays in it."""
+
 
 class Call(NamedTuple):
     """A traced call of a function, with the arrays in its arguments."""
@@ -37,7 +40,7 @@ class Call(NamedTuple):
     is_parameter: list[bool]  # one flag for each of the `arrays`
     # Converts results of the program to what the call returns, and writes the changed
     # arrays into the caller's Flax NNX objects
-    result: Callable[[Iterable[Any]], Any]
+    result: Rebuild
 
 
 @contextlib.contextmanager
@@ -50,7 +53,8 @@ def as_program(
 ) -> Iterator[Call]:
     """Traces a call of `fun`, with each array of dtype `low` traced as float32.
 
-    The `Call` is only valid inside this context.
+    `Call.result` works only inside this context, because Flax NNX recognizes the
+    objects of the call only there.
 
     Args:
       fun: the function.
@@ -62,28 +66,7 @@ def as_program(
     with nnx.changes_kept():
         inputs = nnx.split((args, kwargs))
         arrays, rebuild_inputs = _split(inputs, {})
-
-        def fun_of_arrays(*traced_args, **traced_kwargs):
-            tracers = jax.tree.leaves((traced_args, traced_kwargs))
-            rebuilt = rebuild_inputs(tracers)
-            call_args, call_kwargs = nnx.merge(rebuilt, inside=True)
-            objects = nnx.objects((call_args, call_kwargs))
-            outputs = fun(*call_args, **call_kwargs)
-            split_objects, results = nnx.split((objects, outputs))
-            # An array that an object held before the call, and still holds, is not a
-            # result of the program.
-            tracer_ids = map(id, tracers)
-            unchanged = dict(zip(tracer_ids, arrays, strict=True))
-            changed, rebuild_objects = _split(split_objects, unchanged)
-            returned, rebuild_results = _split(results, {})
-            # A `Partial` is a pytree: JAX traces its arrays, and its treedef carries
-            # the rebuild function out of the trace.
-            return Partial(rebuild_objects, changed), Partial(rebuild_results, returned)
-
-        # JAX shows the function's name in messages. A callable without code, such as a
-        # partial, would appear there as its repr, which can be long.
-        if hasattr(inspect.unwrap(fun), "__code__"):
-            fun_of_arrays = functools.wraps(fun)(fun_of_arrays)
+        fun_of_arrays = _of_arrays(fun, arrays, rebuild_inputs)
         as_traced = functools.partial(_as_traced, low=low)
         wide_args, wide_kwargs = jax.tree.map(as_traced, inputs)
         with AUTOCAST_DTYPE(low):
@@ -97,14 +80,51 @@ def as_program(
         )
 
 
+def _of_arrays(
+    fun: Callable[..., Any], arrays: Iterable[Any], rebuild_inputs: Rebuild
+) -> Callable[..., tuple[Partial, Partial]]:
+    """Makes `fun` a function that JAX can trace, of arrays in place of objects.
+
+    The function returns two `Partial`s, one for the changed NNX objects and one for the
+    results. A `Partial` is a pytree: JAX traces its arrays, and its treedef carries the
+    rebuild function out of the trace.
+
+    Args:
+      fun: the function.
+      arrays: the arrays in the arguments of the call.
+      rebuild_inputs: their rebuild function.
+    """
+
+    def fun_of_arrays(*traced_args, **traced_kwargs):
+        tracers = jax.tree.leaves((traced_args, traced_kwargs))
+        rebuilt = rebuild_inputs(tracers)
+        args, kwargs = nnx.merge(rebuilt, inside=True)
+        objects = nnx.objects((args, kwargs))
+        outputs = fun(*args, **kwargs)
+        split_objects, results = nnx.split((objects, outputs))
+        # An array that an object held before the call, and still holds, is not a result
+        # of the program.
+        tracer_ids = map(id, tracers)
+        unchanged = dict(zip(tracer_ids, arrays, strict=True))
+        changed, rebuild_objects = _split(split_objects, unchanged)
+        returned, rebuild_results = _split(results, {})
+        return Partial(rebuild_objects, changed), Partial(rebuild_results, returned)
+
+    # JAX shows the function's name in messages. A callable without code, such as a
+    # partial, would appear there as its repr, which can be long.
+    if hasattr(inspect.unwrap(fun), "__code__"):
+        return functools.wraps(fun)(fun_of_arrays)
+    return fun_of_arrays
+
+
 def _result(shapes: Any, program_results: Iterable[Any]) -> Any:
     """Converts results of the program to what the call returns: see `Call.result`.
 
     `shapes` has the tree structure of what `fun_of_arrays` returns.
     """
     treedef = jax.tree.structure(shapes)
-    rebuilds = jax.tree.unflatten(treedef, program_results)
-    trees = [rebuild() for rebuild in rebuilds]
+    partials = jax.tree.unflatten(treedef, program_results)
+    trees = [rebuild() for rebuild in partials]
     _, results = nnx.merge(trees, inside=False)
     return results
 
@@ -119,9 +139,7 @@ def _as_traced(x: Any, low: np.dtype | None) -> Any:
     return x
 
 
-def _split(
-    tree: Any, unchanged: Mapping[int, Any]
-) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+def _split(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
     """Splits a tree into its arrays and the rebuild function.
 
     `unchanged` maps ids to arrays. An array of the tree whose id is among them is not

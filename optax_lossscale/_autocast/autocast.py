@@ -2,7 +2,7 @@
 
 A call of the returned function traces `fun` into a program, plans the program, and runs
 the plan. `Autocasted.plan` stops after the second step, so that the plan can be
-printed. The package's `__init__.py` explains what a plan is.
+printed. The `__init__.py` of this folder explains what a plan is.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from optax_lossscale._autocast.arrays import Call, as_program
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
-from optax_lossscale._autocast.products import SCOPE, reasons_left
+from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
@@ -148,7 +148,7 @@ def autocast(
 
     @contextlib.contextmanager
     def planned(args, kwargs):
-        """Traces a call, and plans the program."""
+        """Traces a call and plans its program; `call.result` works only inside."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         # On a TPU the compiler may merge the recomputation with the forward pass,
         # because it recomputes by itself where memory is short.
@@ -161,10 +161,10 @@ def autocast(
     @functools.wraps(fun)
     def autocasted_fun(*args, **kwargs):
         with planned(args, kwargs) as (call, plan):
-            reasons = reasons_left(call.program)
+            reasons = why_none_is_narrowed(call.program)
             if reasons:
-                said = "; ".join(reasons)
-                messages.warn(f"autocast leaves every matrix product as it is: {said}")
+                why = "; ".join(reasons)
+                messages.warn(f"autocast leaves every matrix product as it is: {why}")
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             arrays = list(map(jnp.asarray, results))
@@ -186,10 +186,11 @@ def _parameters(
     n_positional: int,
     n_keyword: int,
 ) -> set[int]:
-    """Returns the positions of the arguments that hold parameters, none of them < 0.
+    """Returns the positions of the arguments that hold parameters, counted from 0.
 
     `argnums` is what the user passed, for the error message; `positions` holds the same
-    numbers as a sequence.
+    numbers as a sequence, in which those below 0 count from the last positional
+    argument.
     """
     for n in positions:
         if not -n_positional <= n < n_positional + n_keyword:
@@ -198,7 +199,8 @@ def _parameters(
                 f"{n_positional} positional arguments: pass the parameters by "
                 "position, or argnums=() if there are none"
             )
-    # A number may refer to a keyword argument, which holds no parameters.
+    # Positions after the last positional argument stand for keyword arguments, which
+    # are never treated as parameters.
     return {n % n_positional for n in positions if n < n_positional}
 
 

@@ -3,7 +3,7 @@
 While `autocast` traces a model, `AUTOCAST_DTYPE` holds the dtype of its products. A
 function wrapped by `cast_inputs` reads this dtype at each call. If it is float16, the
 function casts its float32 arguments to float16, and its float16 results back to
-float32. If it is None, outside of `autocast`, the function casts nothing.
+float32. Outside of `autocast` it is None, and the function casts nothing.
 """
 
 import functools
@@ -67,12 +67,11 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         copies = find_nodes(is_variable, cast)
         leaves_before = [jax.tree.leaves(copy) for copy in copies]
         results = fun(*cast_args, **cast_kwargs)
-        # `fun` was given copies of the variables. Where it has set a copy, the variable
-        # is set too.
-        for variable, copy, leaves in zip(
-            variables, copies, leaves_before, strict=True
-        ):
-            if _is_set(copy, leaves):
+        # `fun` was given copies of the variables. If it has changed a copy, the
+        # variable is changed too.
+        triples = zip(variables, copies, leaves_before, strict=True)
+        for variable, copy, leaves in triples:
+            if _has_changed(copy, leaves):
                 new_value = _cast(low, FLOAT32, copy)
                 variable.copy_from(new_value)
         return _cast(low, FLOAT32, results)
@@ -91,7 +90,7 @@ def _cast(old: Any, new: Any, tree: Any) -> Any:
     return map_leaves(cast, tree)
 
 
-def _is_set(variable: Any, leaves_before: list[Any]) -> bool:
+def _has_changed(variable: Any, leaves_before: list[Any]) -> bool:
     """Whether a Flax NNX variable no longer holds the arrays that it held before."""
     leaves = jax.tree.leaves(variable)
     return list(map(id, leaves)) != list(map(id, leaves_before))

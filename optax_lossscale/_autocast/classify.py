@@ -1,7 +1,8 @@
 """The first pass: the kind of each value, which decides whether 16 bits can hold it.
 
-The pass walks the program forward. Its numbers are unknown until it runs, so the kind
-of a value follows from the operation that computes it and the kinds of the operands:
+The pass walks the program forward. The numbers of a value are unknown until the program
+runs, so its kind follows from the operation that computes it and the kinds of the
+operands:
 
 - PRODUCT is the result of a product, which is in 16 bits already.
 - SUM is a sum with a PRODUCT. A choice between a PRODUCT and another number, such as a
@@ -9,8 +10,8 @@ of a value follows from the operation that computes it and the kinds of the oper
   product, as in a model cast by hand.
 - NEAR is a value computed from these that has about their range. It stays in float32,
   and is recomputed. The pass does not count multiplications: after nine multiplications
-  by 4, a factor of 2**18, the value is still NEAR. It assumes that parameters have
-  about the size 1, whatever their numbers are.
+  by 4, a factor of 2**18, the value is still NEAR. It assumes that all parameters have
+  about the size 1, because it cannot see their numbers.
 - FLOAT32 is any other value: it may have another range, or need more digits.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
@@ -24,8 +25,8 @@ none is FLOAT32:
 - A multiplication by a factor of about the size 1, a division by a literal, or a `tanh`
   is NEAR.
 
-A value minus its own mean, or divided by its own norm, is NEAR as well; `normalized`
-recognizes those. This saves memory and bytes in a ResNet, and in transformers with a
+A value minus its own mean, or divided by its own norm, is NEAR as well. `normalized`
+recognizes these. This saves memory and bytes in a ResNet, and in transformers with a
 norm after each sum.
 """
 
@@ -62,7 +63,7 @@ class Kind(enum.IntEnum):
     """
 
     NUMBER = enum.auto()
-    """A literal that is 0 or of a size from 1/256 to 4, a mask, or computed from these."""
+    """A literal of size 0 or from 1/256 to 4, a mask, or computed from these."""
     PARAMETER = enum.auto()
     """A parameter, or a value computed from parameters and NUMBERs."""
     LARGE = enum.auto()
@@ -89,9 +90,11 @@ class Kind(enum.IntEnum):
 Kinds = Sequence[Kind]
 """The kinds of several values, in order. Cached functions need them as a tuple."""
 
-_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # factors that keep a range
-# A literal of a size within these bounds about keeps the range of the value that it
-# multiplies, divides, or is added to.
+_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # of about the size 1
+# A value of one of these kinds is NEAR once it is normalized
+_NORMALIZABLE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
+# A literal within these bounds, whatever its sign, can multiply, divide or be added to
+# a value, and the result has about the range of the value.
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
 _SMALLEST_DIVISOR = 2**-2
@@ -100,7 +103,7 @@ _LARGEST_TERM = 2**8
 
 @cached_by_program
 def classify(jaxpr: Any, arguments: Kinds) -> Mapping[Var, Kind]:
-    """Returns the kind of each variable of `flat(jaxpr)`, given the arguments' kinds."""
+    """Returns the kind of each variable of `flat(jaxpr)`, given those of arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds.update(zip(program.ins, arguments, strict=True))
@@ -117,10 +120,8 @@ def classify(jaxpr: Any, arguments: Kinds) -> Mapping[Var, Kind]:
             role = role_of(eqn, are_factors, roles)
             if role is not None:
                 roles[eqn.outvars[0]] = role
-                if is_normalized(role):
-                    source_kind = kinds[role.source]
-                    if Kind.PRODUCT <= source_kind <= Kind.NEAR:
-                        kind = Kind.NEAR
+                if is_normalized(role) and kinds[role.source] in _NORMALIZABLE:
+                    kind = Kind.NEAR
             results = [kind] * len(eqn.outvars)
         kinds.update(zip(eqn.outvars, results, strict=True))
     return kinds
@@ -135,8 +136,8 @@ def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of a value that may be any of several values, given their kinds."""
     distinct = set(kinds)
     latest = max(distinct)
-    # A PRODUCT is always stored in 16 bits. If the value may also be a parameter, that
-    # would round the parameter. A SUM is stored in 16 bits only where that pays.
+    # A PRODUCT is always stored in 16 bits, which would round the value where it is a
+    # parameter, for example. A SUM is stored in 16 bits only where that pays.
     if latest == Kind.PRODUCT and len(distinct) > 1:
         return Kind.SUM
     return latest
@@ -158,6 +159,8 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
             float_kinds.append(operand)
     if not float_kinds or _fills_with_a_number(eqn):
         return Kind.FLOAT32
+    # The result may be any operand, if the operation moves or chooses. In any other
+    # operation, the operand of the latest kind decides.
     kind = join(float_kinds)
     if eqn_traits & (RUNS_AS_STORED | Trait.CHOOSES):
         return kind
@@ -175,10 +178,10 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
 
 
 def _fills_with_a_number(eqn: JaxprEqn) -> bool:
-    """Whether an equation fills gaps with a number of any size, such as -1e9.
+    """Whether an equation fills gaps with a number other than 0, such as -1e9.
 
-    The default of `jnp.take` does not count: it fills gaps with NaN, which 16 bits can
-    hold, just as they can hold 0.
+    NaN, with which `jnp.take` fills gaps by default, does not count: 16 bits can hold
+    it, just as they can hold 0.
     """
     fill_value = eqn.params.get("fill_value")
     if fill_value is None:
@@ -225,20 +228,20 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     They are the kinds that the operands have outside, except for the carry of a loop:
     the kind of the carry has to be true in every round.
     """
-    # A scan over layers carries the stream from layer to layer, which would be a SUM
-    # without the scan as well. A scan over time steps, or a `while`, may carry a
-    # running sum, which needs float32.
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
     carried = carry_positions(eqn)
+    # A scan over layers carries the stream from layer to layer, which would be a SUM
+    # without the scan as well. A scan over time steps, or a `while`, may carry a
+    # running sum, which needs float32.
     for n in carried:
         is_stream = is_over_layers and operands[n] <= Kind.SUM
         inner[n] = Kind.SUM if is_stream else Kind.FLOAT32
     earlier = []
     while inner != earlier:
         earlier = list(inner)
-        # If a round returns a carry in float32, every round has to read it in float32.
-        # The carry comes first among the results of a round.
+        # If a round returns a carry that needs float32, every round has to read it in
+        # float32. The carry comes first among the results of a round.
         for results in _kinds_of_programs(eqn, inner):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:
@@ -252,8 +255,8 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     kinds_by_program = _kinds_of_programs(eqn, inner)
     # A result may come from any branch of a `cond`, or be the initial carry of a loop.
     results = [join(kinds) for kinds in zip(*kinds_by_program, strict=True)]
-    for j, n in enumerate(carry_positions(eqn)):
-        results[j] = join([results[j], inner[n]])
+    for i, n in enumerate(carry_positions(eqn)):
+        results[i] = join([results[i], inner[n]])
     return results
 
 
@@ -271,11 +274,16 @@ def _kinds_of_programs(eqn: JaxprEqn, inner: Kinds) -> list[Kinds]:
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether an equation scans over layers: over stacked matrices of parameters."""
+    """Whether an equation scans over layers, that is, over stacks of matrices.
+
+    At least one of these stacks must hold parameters.
+    """
     if Trait.SCANS not in traits(eqn):
         return False
     first_scanned = carry_positions(eqn).stop
-    scanned = zip(eqn.invars[first_scanned:], operands[first_scanned:], strict=True)
-    # A parameter multiplied by 45, for example, is LARGE.
-    parameter_kinds = (Kind.PARAMETER, Kind.LARGE)
-    return any(kind in parameter_kinds and len(shape_in(v)) > 2 for v, kind in scanned)
+    for n in range(first_scanned, len(eqn.invars)):
+        # A parameter multiplied by 45, for example, is LARGE.
+        is_parameter = operands[n] in (Kind.PARAMETER, Kind.LARGE)
+        if is_parameter and len(shape_in(eqn.invars[n])) > 2:
+            return True
+    return False

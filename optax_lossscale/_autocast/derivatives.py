@@ -1,12 +1,13 @@
 """Runs a function with a custom derivative, and rewrites its rule as well.
 
 A new `custom_jvp` or `custom_vjp` replaces the equation. It is built from two functions
-that compute the same results:
+with the same results, up to rounding:
 
-- The new function calls `narrowed`, which runs the program in the equation by its plan.
-- The new rule differentiates `original`, which casts the operands to the dtypes in
-  which the equation was traced, runs the equation, and casts the results to the dtypes
-  of the plan. So JAX calls the user's rule, and casts tangents and cotangents.
+- `narrowed` runs the program in the equation by its plan. The new `custom_jvp` or
+  `custom_vjp` calls it where no derivative is taken.
+- `original` casts the operands to the dtypes in which the equation was traced, runs the
+  equation, and casts the results to the dtypes of the plan. The new rule differentiates
+  it. So JAX calls the user's rule, and casts tangents and cotangents.
 
 The products in the user's rule are narrowed as well: the new rule is passed through
 `rewrite`, which traces a function, plans the traced program, and runs the plan.
@@ -24,7 +25,7 @@ from optax_lossscale._programs.enter import Arrays, Function
 from optax_lossscale._programs.values import dtype_in, is_inexact
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Narrows the products of a function, and keeps the dtypes of its results."""
+"""Makes a function run by a plan, with the dtypes of its results unchanged."""
 
 
 def custom_jvp(
@@ -61,9 +62,9 @@ def custom_vjp(
 
     def forward(*args):
         primals = [arg.value for arg in args]
-        # The user's function may close over values, which are operands of the equation
-        # as well. `jax.vjp` refuses to differentiate these, so it is applied to the
-        # perturbed operands alone.
+        # Some operands are values that the user's function closes over. `jax.vjp`
+        # refuses to differentiate these, so it is applied to the perturbed operands
+        # alone.
         perturbed = [n for n, arg in enumerate(args) if arg.perturbed]
 
         @rewrite

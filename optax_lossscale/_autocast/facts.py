@@ -1,9 +1,9 @@
 """The dtype in which each value of a program is stored, by its kind and its use.
 
 `classify` finds the kind of a value, and `uses` how the value is used later. Take
-`h = x @ w + b` and `y = h + jnp.tanh(h @ w)`. The kind of `h` is SUM, and its use is
-BOTH: it feeds the product `h @ w`, and is read again after it. So `h` is stored in 16
-bits, by the rule in `stored_dtype`.
+`h = x @ w + b` and `y = h + jnp.tanh(h @ w)`, where `b` is a parameter. The kind of `h`
+is SUM, and its use is BOTH: the product `h @ w` depends on it, and it is read again
+after that product. So `h` is stored in 16 bits, by the rule in `stored_dtype`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ class Casting(NamedTuple):
     """The options for rewriting a program."""
 
     low: np.dtype  # the dtype of narrowed products
-    # Whether the backward pass recomputes islands. Not inside of the user's own
+    # Whether the backward pass recomputes islands. False inside of the user's own
     # `jax.checkpoint`, whose policy decides which residuals are kept.
     recomputes: bool = True
-    # Whether some reductions are kept, by a name. Not in a custom derivative: JAX may
-    # have to transpose it, and a name has no transpose.
+    # Whether some reductions are kept, for which they get a name. False in a custom
+    # derivative: JAX may have to transpose it, and a name has no transpose.
     keeps_reductions: bool = True
     prevent_cse: bool = True  # the argument of `jax.checkpoint`
 
@@ -82,11 +82,12 @@ def facts_of(
 def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     """The dtype in which to store a value of this kind and use, if it is stored.
 
-    A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if it feeds a product
-    and is live across one. Any other value has the dtype in which it was traced;
-    `store` may still round it, if only products read it. The rule depends on the use,
-    and not on the program that holds the reader: a `scan` or `cond` around the reader
-    does not change the dtype.
+    A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if a product depends on
+    it and it is live across one. Any other value has the dtype in which it was traced;
+    `store` may still round it, if only products read it.
+
+    The rule depends on the use, and not on the program that holds the reader: a `scan`
+    or `cond` around the reader does not change the dtype.
     """
     traced = dtype_in(v)
     is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and use == BOTH)

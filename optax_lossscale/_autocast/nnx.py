@@ -23,7 +23,7 @@ import jax
 
 from optax_lossscale._arrays.variables import find_nodes, is_of_nnx, is_variable
 
-_TAG = "optax_lossscale"  # by which NNX finds the objects of one call
+_TAG = "optax_lossscale"  # the name by which NNX finds the objects of a call
 
 
 class _Split(NamedTuple):

@@ -5,9 +5,10 @@ size 1, so 16 bits can hold either. But this is true only of a value's own mean 
 norm. Divided by the norm of another value, or by a mean, which may be 0, a value may
 have any size.
 
-So each intermediate result gets a *role*, which tells how it was computed from its
-source value. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`.
-In order, their roles are:
+So each result that may be part of a mean or a norm gets a *role*, which tells how it
+was computed from its *source*: the value that may be normalized. In
+`x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`. In order, their
+roles are:
 
     x * x            "squares"
     sum(_)           "power"
@@ -16,8 +17,8 @@ In order, their roles are:
     rsqrt(_)         "inverse norm"
     x * _            "normalized"
 
-If the source is a value minus its mean, the roles are *centred*: a centred power is the
-variance of `x`.
+If the mean of the source was subtracted first, the roles are *centred*: a centred power
+is the variance of `x`.
 
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have
@@ -37,14 +38,14 @@ from optax_lossscale._programs.work import count_terms
 
 
 class Role(NamedTuple):
-    """The part that a result plays in the normalization of its source value."""
+    """The part that a result plays in the normalization of its source."""
 
     source: Any  # a variable; None for a number computed from literals alone
     name: str  # a value of `_RULES`, or "number" if computed from literals alone
-    is_centred: bool = False  # whether its source has had the mean subtracted
+    is_centred: bool = False  # whether the mean was subtracted from its source
     # The number of summed terms over the divisor: 1 for a mean, 8 for a sum of 8 terms
     terms: float = 1
-    value: Any = 1  # of a literal; a number computed from several literals counts as 1
+    value: Any = 1  # of a literal; a number computed from literals counts as 1
 
 
 # Which role an operation computes from the roles of its operands, which all have the
@@ -76,8 +77,8 @@ _RULES: dict[tuple[str | None, ...], str] = {
     ("times", "value", "inverse norm"): "normalized",
     ("times", "inverse norm", "value"): "normalized",
 }
-# The smallest and largest number that an operation may combine with a role without
-# changing what the result is. Such numbers are left out of the lookup in `_RULES`.
+# For each operation, the smallest and the largest number with which it does not change
+# a role. Such numbers are left out of the lookup in `_RULES`.
 _NEUTRAL_NUMBERS = {
     "at least": (0, np.inf),
     "choice": (1, np.inf),
@@ -99,8 +100,8 @@ def role_of(
       eqn: the equation.
       are_factors: whether each operand is a parameter, a mask or a literal of about
         the size 1.
-      roles: the roles of earlier results. Any other variable is the source of its own
-        roles, and has the role "value".
+      roles: the roles of earlier results. Any other variable has the role "value", and
+        is its own source.
     """
     if len(eqn.outvars) != 1:
         return None
@@ -110,6 +111,7 @@ def role_of(
     if all(role.source is None for role in operands):
         return Role(None, "number")
     formula = row_of(eqn).formula
+    # A neutral number is left out below, but `1 / norm` is not a norm.
     starts_with_number = operands[0].source is None
     if formula in ("minus", "over") and starts_with_number:
         return None
@@ -121,7 +123,7 @@ def role_of(
         is_neutral = is_factor if formula == "times" else _is_neutral(role, formula)
         if is_inexact(v) and not is_neutral:
             parts.append(role)
-    return _combined(parts, eqn, divisor=operands[-1])
+    return _combined(eqn, operands, parts)
 
 
 def is_normalized(role: Role) -> bool:
@@ -131,11 +133,13 @@ def is_normalized(role: Role) -> bool:
     return role.name == "normalized"
 
 
-def _combined(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | None:
-    """Combines the roles of operands by `_RULES`; None if no rule fits.
+def _combined(
+    eqn: JaxprEqn, operands: Sequence[Role], parts: Sequence[Role]
+) -> Role | None:
+    """Combines the `parts`, which are roles of operands, by `_RULES`.
 
-    Roles of different sources cannot be combined. The `divisor` is the last operand's
-    role.
+    The result is None if no rule fits, or if the parts have different sources. The
+    `operands` are the roles of all operands, including numbers and factors.
     """
     formula = row_of(eqn).formula
     name = _RULES.get((formula, *[role.name for role in parts]))
@@ -147,9 +151,10 @@ def _combined(parts: Sequence[Role], eqn: JaxprEqn, divisor: Role) -> Role | Non
             return None
     subtracts_mean = formula == "minus" and len(parts) == 2
     terms = max(role.terms for role in parts) * count_terms(eqn)
+    divisor = operands[-1]
     if formula == "over" and divisor.source is None:
         terms /= divisor.value
-    # `x / sqrt(mean(x * x) / 1e6)` would be large.
+    # With fewer terms, as in `x / sqrt(mean(x * x) / 1e6)`, the result may be large.
     if terms < _FEWEST_TERMS:
         return None
     # `x - sum(x)` is not `x` minus its mean.
@@ -178,7 +183,7 @@ def _rearranges(eqn: JaxprEqn) -> bool:
 
 
 def _is_neutral(role: Role, formula: str | None) -> bool:
-    """Whether an operand is a number that does not change what the result is."""
+    """Whether an operand is a number that does not affect the role of the result."""
     number = role.value
     is_number = role.source is None and not np.iscomplexobj(number)
     if not is_number or formula not in _NEUTRAL_NUMBERS:

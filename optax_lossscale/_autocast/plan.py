@@ -2,8 +2,8 @@
 
 `facts` and `store` do most of the work. This file applies them to the program, and to
 the programs in each equation that is rewritten. A `scan`, for example, becomes a step
-with a plan for its body. That plan depends on the scan's place in the program around
-it: on the kinds and dtypes of its operands, and on the uses and dtypes of its results.
+with a plan for its body. That plan depends on the program around the scan: on the kinds
+and dtypes of the scan's operands, and on the uses and dtypes of its results.
 """
 
 import dataclasses
@@ -18,7 +18,12 @@ from optax_lossscale._autocast.products import is_rewritten
 from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
-from optax_lossscale._autocast.uses import NEITHER, Uses, results_inside, uses_inside
+from optax_lossscale._autocast.uses import (
+    NEITHER,
+    Uses,
+    operand_uses_inside,
+    result_uses_inside,
+)
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
@@ -111,7 +116,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     outer_kinds = kinds_of(eqn.invars, facts.kinds)
     kinds = kinds_inside(eqn, outer_kinds)
     outer_uses = tuple(facts.uses[v] for v in eqn.outvars)
-    result_uses = results_inside(eqn, outer_uses)
+    result_uses = result_uses_inside(eqn, outer_uses)
     operand_dtypes, in_dtypes, out_dtypes = _dtypes_of(facts, eqn, kinds, result_uses)
     casting = facts.casting
     # No compiler merges the forward and the backward pass of a scan.
@@ -137,7 +142,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
 def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Kinds, result_uses: Uses
 ) -> tuple[list[Any], ...]:
-    """The dtypes at the boundary between a rewritten equation and its programs.
+    """The dtypes in which values enter and leave the programs in an equation.
 
     Args:
       facts: the facts about the program around the equation.
@@ -146,10 +151,10 @@ def _dtypes_of(
       result_uses: the uses of its programs' results.
 
     Returns:
-      Three lists: the dtype to which each operand is cast, the dtype in which the
-      programs read each operand, and the dtype of each of the programs' results. The
-      second list has an entry for every operand, also for those before `first_inner_operand`,
-      which no program reads.
+      Three lists: the dtype to which the step casts each operand, the dtype in which
+      the programs read each operand, and the dtype of each of the programs' results.
+      The second list has an entry for every operand, also for those before
+      `first_inner_operand`, which no program reads.
     """
     in_dtypes = []
     for v in eqn.invars:
@@ -159,18 +164,18 @@ def _dtypes_of(
     carried = carry_positions(eqn)
     if Trait.SCANS in traits(eqn):
         # Every round reads the constants, so their gradients are sums over the rounds.
-        # Constants that were traced in float32 stay in float32, for the sums.
+        # For these sums, constants that were traced in float32 stay in float32.
         constants = eqn.invars[: carried.start]
         in_dtypes[: carried.start] = dtypes_in(constants)
     operand_dtypes = list(in_dtypes)
     # The body reads and returns its carry in 16 bits where it would store it in 16
     # bits. If it reads 16 bits but returns float32, the loop carries float32, and each
     # round casts the carry that it reads. So the last round's result is not rounded.
-    operand_uses = uses_inside(eqn, result_uses)
-    for j, n in enumerate(carried):
+    operand_uses = operand_uses_inside(eqn, result_uses)
+    for i, n in enumerate(carried):
         v = eqn.invars[n]
         in_dtypes[n] = stored_dtype(v, kinds[n], operand_uses[n], facts.low)
-        out_dtypes[j] = stored_dtype(v, kinds[n], result_uses[j], facts.low)
-        is_same = in_dtypes[n] == out_dtypes[j]
+        out_dtypes[i] = stored_dtype(v, kinds[n], result_uses[i], facts.low)
+        is_same = in_dtypes[n] == out_dtypes[i]
         operand_dtypes[n] = in_dtypes[n] if is_same else dtype_in(v)
     return operand_dtypes, in_dtypes, out_dtypes

@@ -4,12 +4,14 @@ A product is narrowed if its operands and its result are float32, and if it asks
 for HIGHEST precision nor for an algorithm.
 
 An equation that holds programs, such as a `scan`, *may be rewritten* if other programs
-can take the place of those that it holds, and if nothing forbids it. Rewriting is
-forbidden in a `while` that waits for a number to converge, for example. The equation
-*is rewritten* if, in addition, its programs contain something to change. A `custom_vjp`
-has a rule that is not traced yet and may contain something to change, so it counts.
+can take the place of those that it holds, and if nothing forbids it. For example, it is
+forbidden in a `while` that waits for a number to converge. The equation *is rewritten*
+if, in addition, its programs contain something to change: a product to narrow, an outer
+product to replace, or another equation to rewrite. The rule of a `custom_vjp` may
+contain any of these, and JAX has not traced it yet. So a `custom_vjp` is rewritten
+whenever it may be.
 
-If `autocast` narrows nothing, it warns with the reasons from `reasons_left`.
+If `autocast` narrows nothing, it warns with the reasons from `why_none_is_narrowed`.
 """
 
 from typing import Any
@@ -45,34 +47,39 @@ from optax_lossscale._programs.work import (
 SCOPE = "ols.autocast"
 """The scope in which `autocast` runs programs, and the name of the values it keeps."""
 
-_NARROWED = ""  # the outcome of a product that is narrowed; other outcomes are reasons
-_AT_DEFAULT = (
+_NARROWED = "narrowed"  # the outcome of a narrowed product; all others are reasons
+# Reasons, or advice to add to a reason
+_BY_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
     "precision='highest' for the products that need it)"
 )
-_CAST = "cast the batch and the parameters to float32"
-_INSIDE = "use autocast inside of it, as on the function that is passed to a solver"
+_CAST_INPUTS = "cast the batch and the parameters to float32"
+_USE_INSIDE = "use autocast inside of it, as on the function that is passed to a solver"
 
 
 def is_narrowed(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that is computed in 16 bits."""
-    return is_product(eqn) and _is_plain(eqn)
+    return is_product(eqn) and _may_change(eqn)
 
 
 def is_outer_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `dot_general` that `outer_product` can replace.
 
-    It can replace a float32 one that sums nothing, unless it has an output sharding.
+    It must sum nothing and have no output sharding, and `autocast` may change it.
     """
     if Trait.OUTER not in traits(eqn):
         return False
     if eqn.params.get("out_sharding") is not None:
         return False
-    return multiplies_once(eqn) and _is_plain(eqn)
+    return multiplies_once(eqn) and _may_change(eqn)
 
 
-def _is_plain(eqn: JaxprEqn) -> bool:
-    """Whether a product maps float32 to float32, and does not ask for HIGHEST."""
+def _may_change(eqn: JaxprEqn) -> bool:
+    """Whether `autocast` may change how a product or an outer product is computed.
+
+    It may if the equation maps float32 to float32, and asks neither for HIGHEST
+    precision nor for an algorithm.
+    """
     if asks_for_highest(eqn):
         return False
     operands = eqn.invars[:2]
@@ -81,20 +88,19 @@ def _is_plain(eqn: JaxprEqn) -> bool:
 
 
 def may_be_rewritten(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds programs whose products `autocast` may narrow."""
+    """Whether an equation holds programs, and `autocast` may run others instead."""
     return not _why_not_rewritten(eqn)
 
 
 def is_rewritten(eqn: JaxprEqn) -> bool:
     """Whether an equation runs its programs by plans of their own.
 
-    It does if they contain something to change. A `custom_vjp` always does, because its
-    rule is not traced yet and may have products. A `custom_jvp` does only if its
-    function has some.
+    It does if it may be rewritten, and if its programs contain something to change. In
+    a `custom_jvp`, the rule is not searched: only the function's own program counts.
     """
     if not may_be_rewritten(eqn):
         return False
-    if Trait.VJP in traits(eqn):
+    if Trait.VJP in traits(eqn):  # its rule is not traced yet, and may have products
         return True
     return any(map(_is_changed, programs_in(eqn)))
 
@@ -109,14 +115,14 @@ def _is_changed(program: Any) -> bool:
 
 
 def usual_precision() -> Any:
-    """The default precision, around this call, of a product that asks for none."""
+    """The precision of a product that asks for none, in the context of this call."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
     return eqn.params["precision"]
 
 
-def reasons_left(program: Any) -> tuple[str, ...]:
-    """Returns why no product is narrowed and what to do about it, each reason once.
+def why_none_is_narrowed(program: Any) -> tuple[str, ...]:
+    """Returns the reasons why no product is narrowed, with advice, each reason once.
 
     There are no reasons if some product is narrowed. Some products never have a reason:
     those for which the user asks for HIGHEST precision or an algorithm, and those
@@ -133,7 +139,7 @@ def _outcomes(program: Any, usual: Any) -> tuple[str, ...]:
     """The outcome of each product in a program, without duplicates.
 
     An outcome is `_NARROWED`, or the reason why the product is not narrowed. `usual` is
-    the precision of products that ask for none.
+    the `usual_precision`.
     """
     distinct = {}
     for eqn in open_jaxpr(program).eqns:
@@ -151,21 +157,22 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str]:
             return []
         if asks_for_highest(eqn):
             if eqn.params["precision"] == usual:
-                return [_AT_DEFAULT]
+                return [_BY_DEFAULT]
             return []
-        others = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
-        return [f"a product with {dtype} ({_CAST})" for dtype in others]
+        to_cast = [d for d in dtypes if d == FLOAT64 or not is_inexact_dtype(d)]
+        return [f"a product with {dtype} ({_CAST_INPUTS})" for dtype in to_cast]
     inside = []
     for program in programs_in(eqn):
         inside += _outcomes(program, usual)
     if _NARROWED in inside and not may_be_rewritten(eqn):
-        return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
+        return [f"{_why_not_rewritten(eqn)} ({_USE_INSIDE})"]
     return inside
 
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
     """Why the programs in an equation cannot be rewritten; "" if they can."""
-    if not is_entered(eqn) and not traits(eqn) & (Trait.JVP | Trait.VJP):
+    has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
+    if not is_entered(eqn) and not has_rule:
         return f"a {name_of(eqn)}"
     if has_shardings(eqn):
         return "a jit with shardings"

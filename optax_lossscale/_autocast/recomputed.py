@@ -2,7 +2,7 @@
 
 The backward pass recomputes an island from the values that it reads. Two sorts of
 islands are not recomputed: those that only move numbers, and those in an associative
-scan, which are recognized by a `pad` between the numbers of an array.
+scan. The latter are recognized by a `pad` that puts numbers between those of an array.
 
 In a recomputed island, some reductions are kept as residuals too: those that reduce a
 large array to a few numbers, and would need another pass over that array. An example
@@ -23,15 +23,15 @@ from optax_lossscale._programs.values import (
     variables,
 )
 
-_LEAST_TERMS = 32  # a reduction of fewer terms is not worth keeping
+_FEWEST_TERMS = 32  # a reduction of fewer terms is not worth keeping
 
 
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations compute floats, and are not part of an associative scan.
 
     Equations that only move numbers compute nothing, and their derivatives read none of
-    their operands: not recomputing them saves bytes in a recommender. Each level of an
-    associative scan pads between numbers, and is a separate pass over memory: not
+    their operands. Not recomputing them saves bytes in a recommender. Each level of an
+    associative scan pads between numbers, and is a separate pass over memory. Not
     recomputing it saves bytes in Mamba, at the cost of memory.
     """
     if any(map(_pads_between, eqns)):
@@ -42,8 +42,8 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
 def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
     """Returns the results of reductions in a region that are kept as residuals.
 
-    Only reductions that other equations in the region read are kept. Recomputing one
-    would need another pass over its operand. Keeping them saves bytes in a
+    To recompute one would need another pass over its operand. Only reductions that
+    other equations in the region read are kept. Keeping them saves bytes in a
     cross-entropy over a large vocabulary, and in the batch norms of a ResNet.
 
     Args:
@@ -93,4 +93,4 @@ def _needs_a_pass(eqn: JaxprEqn, largest: int) -> bool:
     is_over_rows = eqn.params["axes"] == (last_axis,)
     if is_over_rows and largest >= n_terms:
         return False
-    return n_results * _LEAST_TERMS <= n_terms
+    return n_results * _FEWEST_TERMS <= n_terms

@@ -5,16 +5,16 @@ values that later regions read. They decide two things.
 
 What each step casts:
 
-- A product casts its operands to 16 bits.
-- A step that only moves numbers, also between devices, usually casts nothing: it runs
+- A product *rounds* its operands: it casts them to 16 bits.
+- So do some sums that are stored in 16 bits, and moves that are not cheap, such as a
+  transfer between devices, if only products read what they move.
+- Any other step that only moves numbers, or sums over devices, casts nothing. It runs
   in the dtype in which its operands are stored.
-- Two kinds of steps cast their operands to 16 bits early: some sums that are stored in
-  16 bits, and moves that are not cheap, of values that only products read.
 - Any other step casts its operands to the dtypes in which they were traced.
 
 In which dtype the region reads a value from outside: in 16 bits if every step that
-reads the value either casts it to 16 bits, or only moves it to readers that need 16
-bits. Otherwise it is the dtype that `facts` has for the value.
+reads the value rounds it, or only moves it to readers that need 16 bits. Otherwise it
+is the dtype that `facts` has for the value.
 """
 
 import dataclasses
@@ -77,13 +77,12 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
       eqns: the equations, in order.
       stores: the results that the region stores, with their dtypes.
     """
-    low = facts.low
-    rounding = _rounding_sums(facts, eqns, stores)
+    rounding_sums = _rounding_sums(facts, eqns, stores)
     steps = []
     for eqn in eqns:
-        operand_dtypes = _operand_dtypes(eqn, low, eqn in rounding)
+        rounds_operands = eqn in rounding_sums
+        operand_dtypes = _operand_dtypes(eqn, facts.low, rounds_operands)
         steps.append(Step(eqn, operand_dtypes))
-    reads = _reads(facts, steps, stores)
     casting = facts.casting
     is_recomputed = casting.recomputes and is_worth_recomputing(eqns)
     kept = frozenset()
@@ -91,7 +90,7 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
         kept = kept_reductions(eqns, stores)
     return Region(
         steps=steps,
-        reads=reads,
+        reads=_reads(facts, steps, stores),
         stores=stores,
         is_recomputed=is_recomputed,
         kept_reductions=kept,
@@ -101,12 +100,12 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
 def region_of_equation(
     facts: Facts, eqn: JaxprEqn, rewritten: Step | None, live: Dtypes
 ) -> Region:
-    """Builds the region for an equation outside of islands, which stores all its results.
+    """Builds the region for an equation outside of islands; it stores all results.
 
-    A value that is communicated, named or held by a barrier is cast to 16 bits first if
-    only products read it. So devices send each other 16 bits instead of float32, as in
-    a model cast by hand. A cheap move, such as a transpose, is not preceded by a cast:
-    a compiler fuses the move with the cast after it.
+    An equation that sends its operand to other devices, names it, or holds it behind a
+    barrier rounds it first, if only products read the result. So devices send each
+    other 16 bits instead of float32, as in a model cast by hand. A cheap move, such as
+    a transpose, does not round: a compiler fuses it with the cast after it.
 
     Args:
       facts: the facts about the program.
@@ -117,21 +116,24 @@ def region_of_equation(
     low = facts.low
     results = {v: live.get(v, low) for v in eqn.outvars}
     is_cheap = Trait.CHEAP in traits(eqn)
-    rounds_first = _moves_rounded(eqn, results, low) and not is_cheap
+    rounds_operands = _moves_rounded(eqn, results, low) and not is_cheap
     step = rewritten
     if step is None:
-        operand_dtypes = _operand_dtypes(eqn, low, rounds_first)
+        operand_dtypes = _operand_dtypes(eqn, low, rounds_operands)
         step = Step(eqn, operand_dtypes)
-    reads = _reads(facts, [step], results)
-    stores = {v: _dtype_needed(facts, v, rounds_first) for v in eqn.outvars}
-    return Region([step], reads, stores)
+    stores = {v: _dtype_needed(facts, v, rounds_operands) for v in eqn.outvars}
+    return Region(
+        steps=[step],
+        reads=_reads(facts, [step], results),
+        stores=stores,
+    )
 
 
 def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
     """Records in `needed` that a reader needs the value `v` in `dtype`.
 
-    If its readers need different dtypes, the value is needed in the dtype that `facts`
-    has for it, and the readers cast it.
+    If the readers of a value need different dtypes, `needed` gets the dtype that
+    `facts` has for the value, and each reader casts it.
     """
     if needed.setdefault(v, dtype) != dtype:
         needed[v] = facts.dtypes[v]
@@ -140,25 +142,24 @@ def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
 def _rounding_sums(
     facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes
 ) -> set[JaxprEqn]:
-    """The sums in an island that cast their operands to 16 bits.
+    """The sums in an island that round their operands.
 
-    They are the sums that are stored in 16 bits, and the sums from which those are
-    computed through SUMs alone. Sums that broadcast an operand are excepted. The
-    compiler then need not store the operands in float32. This saves bytes in a ResNet
-    and in transformers, and in a ResNet memory as well.
+    They are the sums that are stored in 16 bits, and those that lead to a stored value
+    through SUMs alone. For example, if `relu(x @ w + tanh(x @ w))` is stored in 16
+    bits, then the sum inside of `relu` rounds the `tanh`. A sum that broadcasts an
+    operand does not round.
+
+    Without this rule, the compiler may store the operands in float32. The rule saves
+    bytes in a ResNet and in transformers, and memory in a ResNet.
     """
-    low = facts.low
-    rounded = set()
-    for v, dtype in stores.items():
-        if dtype == facts.dtypes[v] == low:
-            rounded.add(v)
+    leads_to_stored = {v for v in stores if facts.dtypes[v] == facts.low}
     sums = set()
     for eqn in reversed(eqns):
-        if rounded.isdisjoint(eqn.outvars):
+        if leads_to_stored.isdisjoint(eqn.outvars):
             continue
         for v in variables(eqn.invars):
             if facts.kinds[v] == Kind.SUM:
-                rounded.add(v)
+                leads_to_stored.add(v)
         if Trait.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn):
             sums.add(eqn)
     return sums
@@ -173,13 +174,14 @@ def _is_of_one_shape(eqn: JaxprEqn) -> bool:
     return len(set(map(shape_in, atoms))) == 1
 
 
-def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, is_rounding: bool) -> list[Any]:
+def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list[Any]:
     """The dtype to which an equation casts each operand; None for no cast.
 
-    If it `is_rounding`, it casts its operands to 16 bits, and so returns 16 bits.
+    Products always round. If any other equation `rounds_operands`, it runs in 16 bits,
+    and so returns 16 bits.
     """
     traced = dtypes_in(eqn.invars)
-    if is_rounding:
+    if rounds_operands:
         # The derivative of spreading an array over devices is a sum over the devices,
         # which must run in float32. So `run` itself casts the operand, in a function
         # with a custom derivative.
@@ -187,8 +189,8 @@ def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, is_rounding: bool) -> list[Any
             return traced
         return [low if dtype == FLOAT32 else dtype for dtype in traced]
     if is_narrowed(eqn):
-        others = eqn.invars[2:]
-        return [low, low] + [None] * len(others)
+        group_sizes = eqn.invars[2:]  # of a ragged product
+        return [low, low] + [None] * len(group_sizes)
     if traits(eqn) & RUNS_AS_STORED:
         return [None] * len(traced)
     return traced
@@ -202,10 +204,10 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
     low = facts.low
     needed = dict(results)
     for step in reversed(steps):
-        is_low = _moves_rounded(step.eqn, needed, low)
+        readers_round = _moves_rounded(step.eqn, needed, low)
         for v, cast_to in zip(step.eqn.invars, step.operand_dtypes, strict=True):
             if isinstance(v, Var):
-                is_rounded = is_low or cast_to == low
+                is_rounded = readers_round or cast_to == low
                 dtype = _dtype_needed(facts, v, is_rounded)
                 demand(facts, needed, v, dtype)
     computed = producers_in([step.eqn for step in steps])
@@ -213,14 +215,17 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
 
 
 def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
-    """The dtype in which readers need a value, if they round it or if they do not."""
+    """The dtype in which a reader needs a value, by whether it rounds the value."""
     if is_rounded and dtype_in(v) == FLOAT32:
         return facts.low
     return facts.dtypes[v]
 
 
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
-    """Whether an equation only moves numbers, to readers that need them in 16 bits."""
+    """Whether an equation only moves numbers, to readers that need them in 16 bits.
+
+    `needed` has the dtypes in which its results are needed, except for unread results.
+    """
     eqn_traits = traits(eqn)
     if not eqn_traits & (RUNS_AS_STORED | Trait.SPREADS):
         return False

@@ -2,8 +2,9 @@
 
 Each region is a function from the values that it reads to the values that it stores. A
 region that the backward pass recomputes is wrapped in `jax.checkpoint`, so its only
-residuals are the values that it reads, and its `kept_reductions`. A step that holds
-programs runs each of them by its own plan, in the same way.
+residuals are the values that it reads, and its `kept_reductions`. A step with a
+rewritten equation runs each of the equation's programs by its own plan, in the same
+way.
 """
 
 import contextlib
@@ -37,11 +38,8 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, name_of
 
-# Keeps the results that `_run_region` names: those of `Region.kept_reductions`
+# Makes `jax.checkpoint` keep a region's `kept_reductions`, which `_run_region` names
 _SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(SCOPE)
-
-# How to run a step with a custom derivative; `enter` would lose the rule
-_WITH_RULE = {Trait.JVP: custom_jvp, Trait.VJP: custom_vjp}
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
@@ -53,9 +51,9 @@ class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
     JAX traces and differentiates a function once, and caches the result by the identity
-    of the function. To profit from that, a runner makes one function for each plan of an
-    inner program, however many steps share the plan, and one for all islands in which
-    the same lines compute the same.
+    of the function. To profit from that, a runner makes one function for each plan of
+    an inner program, however many steps share the plan, and one for all islands in
+    which the same lines compute the same.
     """
 
     def __init__(self):
@@ -163,23 +161,10 @@ class _Runner:
         functions = []
         for plan in step.plans:
             functions.append(self._program_function(plan, name, is_call))
-        derivative = traits(eqn) & (Trait.JVP | Trait.VJP)
-        with_rule = _WITH_RULE.get(derivative)
-        if with_rule is None:
-            return enter(eqn, operands, functions)
-
-        # A custom derivative holds one program.
-        (plan,) = step.plans
-        (narrowed,) = functions
-
-        def original(*operands):
-            traced = astypes(operands, dtypes_in(eqn.invars))
-            results = bind(eqn, traced)
-            return astypes(results, plan.out_dtypes)
-
-        casting = plan.casting._replace(keeps_reductions=False)
-        rewrite = functools.partial(_rewrite, casting)
-        return with_rule(narrowed, original, operands, rewrite)
+        if traits(eqn) & (Trait.JVP | Trait.VJP):
+            (narrowed,) = functions
+            return _run_with_rule(step, narrowed, operands)
+        return enter(eqn, operands, functions)
 
 
 def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
@@ -196,6 +181,25 @@ def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
     params["preferred_element_type"] = dtype_in(operands[0])
     narrowed = eqn.replace(params=params)
     return bind(narrowed, operands)
+
+
+def _run_with_rule(step: Step, narrowed: Function, operands: Arrays) -> list[Any]:
+    """Runs a function with a custom derivative, whose rule `enter` would lose.
+
+    `narrowed` runs the function's program by its plan.
+    """
+    eqn = step.eqn
+    (plan,) = step.plans
+
+    def original(*operands):
+        traced = astypes(operands, dtypes_in(eqn.invars))
+        results = bind(eqn, traced)
+        return astypes(results, plan.out_dtypes)
+
+    casting = plan.casting._replace(keeps_reductions=False)
+    rewrite = functools.partial(_rewrite, casting)
+    run_rule = custom_jvp if Trait.JVP in traits(eqn) else custom_vjp
+    return run_rule(narrowed, original, operands, rewrite)
 
 
 def _spread(eqn: JaxprEqn, operands: Arrays, low: np.dtype) -> list[Any]:
@@ -218,9 +222,9 @@ def _spread(eqn: JaxprEqn, operands: Arrays, low: np.dtype) -> list[Any]:
 
 
 def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Narrows the products of a function, and keeps the dtypes of its results.
+    """Makes a function run by a plan, with the dtypes of its results unchanged.
 
-    Each call traces `fun`, and runs a plan for that program.
+    Each call of the returned function traces `fun`, plans the program, and runs it.
     """
 
     def rewritten(*args):

@@ -3,14 +3,14 @@
     island: exp reduce_sum (2:f16) -> 4:f32  # model.py:8 (f)
 
 This region reads the value 2, computes `exp` and `reduce_sum`, and stores the value 4
-in float32. A value that is read has the dtype to which the region first casts it, or
-else the dtype in which it is stored.
+in float32. For a value that is read, the line shows the dtype to which the region first
+casts it, or the dtype in which it is stored, if a step reads it without a cast.
 
-The word `island` marks a region that is recomputed in the backward pass. The word `run`
-marks any other: a single step, or an island that is not recomputed. The steps after
-`keeping` are those whose results are kept. A cheap step that is repeated appears in
-several lines. An equation has no line if nothing reads its results and it has no
-effect. Literals that a step reads are not shown.
+A line begins with `island` if the backward pass recomputes the region, and otherwise
+with `run`: then the region is a single step, or an island that is not recomputed. The
+steps after `keeping` are those whose results are kept. A cheap step that is repeated
+appears in the line of each region that repeats it. An equation has no line if nothing
+reads its results and it has no effect. Literals that a step reads are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,8 @@ that computes it. It builds the regions on the way:
 
 - An island stores a value in 16 bits if no later region needs the value in float32. A
   product needs 16 bits, and an island needs the dtype that `facts` has for the value.
-- An island may repeat a cheap step instead of reading its results, if the results take
-  at least as many bytes as the values that the step reads.
+- An island repeats a cheap step instead of reading its results, if the results take at
+  least as many bytes as the stored values from which the step computes them.
 - An equation gets no region if it has no effects and nothing reads its results.
 
 Most islands are recomputed in the backward pass. Their residuals are then the values
@@ -56,8 +56,9 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
     live = {}
     for v in variables(facts.program.outs):
         live[v] = facts.dtypes[v]
-    last_to_first = []
-    for part in reversed(partition(facts.program.eqns, seeds)):
+    reversed_regions = []
+    parts = partition(facts.program.eqns, seeds)
+    for part in reversed(parts):
         regions = []
         if isinstance(part, list):
             regions = _regions_of_island(facts, part, live, repeated, positions)
@@ -65,14 +66,18 @@ def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...
             step = rewritten.get(part)
             regions = [region_of_equation(facts, part, step, live)]
         for region in reversed(regions):
-            last_to_first.append(region)
+            reversed_regions.append(region)
             for v, dtype in region.reads.items():
                 demand(facts, live, v, dtype)
-    return tuple(reversed(last_to_first))
+    return tuple(reversed(reversed_regions))
 
 
 def island_seeds(facts: Facts) -> Set[Var]:
-    """The values from which islands grow: those stored in 16 bits, and SUMs."""
+    """The values from which islands grow: those stored in 16 bits, and SUMs.
+
+    Most of them are the results of products, and sums with those. Any value that was in
+    16 bits before, such as an argument or a constant, counts as well.
+    """
     seeds = set()
     for v, dtype in facts.dtypes.items():
         if dtype == facts.low or facts.kinds[v] == Kind.SUM:
@@ -96,19 +101,19 @@ def _regions_of_island(
       repeated: the equations of the program that islands repeat, by their results.
       positions: the position of each equation in the program.
     """
-    makers = producers_in(island)
-    stored = {v: live[v] for v in makers if v in live}
-    usable = ChainMap(makers, repeated)
+    computed_here = producers_in(island)
+    stored = {v: live[v] for v in computed_here if v in live}
+    producers = ChainMap(computed_here, repeated)
     regions = []
     for values in _divided(facts, island, stored):
-        needed = needed_for(values, usable)
-        eqns = {usable[v] for v in needed if v in usable}
+        needed = needed_for(values, producers)
+        eqns = {producers[v] for v in needed if v in producers}
         in_order = sorted(eqns, key=positions.__getitem__)
         stores = {v: stored[v] for v in values}
         regions.append(region_of_island(facts, in_order, stores))
         # The next regions of the island read what this one stores.
         for v in values:
-            del makers[v]
+            del computed_here[v]
     return regions
 
 
@@ -118,21 +123,22 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     If the island itself reads a sum that it stores in 16 bits, as it does with the sum
     of a residual stream, a separate region stores that sum first. The steps that read
     the sum then read it as stored, and their gradient does not need the operands of the
-    sum as well. This saves memory and bytes in transformers; a recommender pays for it
-    with memory, and Mamba with bytes.
+    sum as well. The same goes for a product's result that the island moves.
+
+    This saves memory and bytes in transformers; a recommender pays for it with memory,
+    and Mamba with bytes.
     """
     read_here = {v for eqn in island for v in variables(eqn.invars)}
-    sums = []
-    others = []
-    for v, dtype in stored.items():
-        is_low = dtype == facts.dtypes[v] == facts.low
-        if is_low and v in read_here:
-            sums.append([v])
+    stored_first = []
+    stored_last = []
+    for v in stored:
+        if v in read_here and facts.dtypes[v] == facts.low:
+            stored_first.append([v])
         else:
-            others.append(v)
-    if others:
-        return [*sums, others]
-    return sums
+            stored_last.append(v)
+    if stored_last:
+        return [*stored_first, stored_last]
+    return stored_first
 
 
 def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
@@ -144,7 +150,7 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     gradient. This saves memory and bytes in transformers, mostly with long sequences.
     """
     repeated = {}
-    # The values that an island reads in order to repeat each result
+    # For each of these results, the stored values from which an island computes it
     sources = {}
     for eqn in facts.program.eqns:
         is_seed = not seeds.isdisjoint(eqn.outvars)

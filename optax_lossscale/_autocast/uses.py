@@ -1,17 +1,17 @@
 """The second pass: how each value is used after it has been computed.
 
 The pass walks the program backward, from the results to the arguments. It asks two
-questions about a value: does any later product depend on it, and is it *live across* a
+questions about a value. Does any later product depend on it? And is it *live across* a
 product, which means that it is still read after that product? In `y = x + tanh(x @ w)`,
-both are true of `x`: it feeds the product, and the sum reads it after the product, so
-it has to be stored until then. Neither is true of the result of `x @ w`, if no later
+both are true of `x`: the product depends on it, and the sum reads it after the product,
+so it has to be stored until then. Neither is true of the result of `x @ w`, if no later
 product depends on `y`.
 
 To find the reads across a product, the pass gives each value a *depth*: the number of
 narrowed products and rewritten equations in the longest chain that leads to the value.
 An equation reads an operand across a product if its result is deeper than that operand.
-This does not apply to products, nor to equations that hold programs: for those, the
-reads inside of the programs count.
+Two sorts of equations are excepted: the result of a narrowed product is always deeper,
+and an equation that may be rewritten reads what the programs in it read.
 """
 
 import enum
@@ -48,7 +48,6 @@ class Use(enum.Flag):
 
 NEITHER = Use(0)
 BOTH = Use.FEEDS_PRODUCT | Use.LIVE_ACROSS
-"""The use of a value that must be stored, and that a later product depends on."""
 
 Uses = tuple[Use, ...]
 """The uses of several values, in order."""
@@ -71,8 +70,8 @@ def uses(jaxpr: Any, result_uses: Uses) -> Mapping[Var, Use]:
             operand_uses = [Use.FEEDS_PRODUCT] * 2
         elif may_be_rewritten(eqn):
             outer_uses = tuple(use_of[v] for v in eqn.outvars)
-            inner_uses = results_inside(eqn, outer_uses)
-            operand_uses = uses_inside(eqn, inner_uses)
+            inner_uses = result_uses_inside(eqn, outer_uses)
+            operand_uses = operand_uses_inside(eqn, inner_uses)
         else:
             operand_uses = [_use_of_operand(eqn, v, depth, use_of) for v in eqn.invars]
         for v, use in zip(eqn.invars, operand_uses, strict=False):
@@ -98,9 +97,9 @@ def _use_of_operand(
         if isinstance(operand, Var) and depth[result] > depth[operand]:
             use |= Use.LIVE_ACROSS
         # If the result is live across a product, the equation may be repeated after
-        # that product, and its operand is then live across the product too. An operand
-        # larger than the result, such as a reduction's, is not stored for this: the
-        # result is stored instead.
+        # that product, and its operand is then live across the product too. But if the
+        # operand is larger than the result, as in a reduction, the result is stored
+        # instead.
         is_larger = size_of(operand.aval) > size_of(result.aval)
         if may_be_repeated and not is_larger:
             use |= later_uses[result]
@@ -122,34 +121,37 @@ def depths(program: Flat) -> Mapping[Var, int]:
     return depth
 
 
-def results_inside(eqn: JaxprEqn, results: Uses) -> Uses:
-    """The uses of the results of the programs in an equation.
+def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
+    """How the results of the programs in an equation are used.
 
-    They are the uses of the equation's own `results`, except for a loop's carry. The
-    next round uses the carry as well, but that counts only if a product depends on the
-    carry after the loop. If none does, each round reads the carry in 16 bits but
-    returns it in float32, so that the last round's result is not rounded.
+    Their uses are the `outer_uses`, those of the equation's own results, except for the
+    carry of a loop. The next round uses the carry too, but that counts only if a
+    product after the loop depends on the carry. If none does, each round reads the
+    carry in 16 bits but returns it in float32, so that the last round's result is not
+    rounded.
     """
-    inner = list(results)
+    inner_uses = list(outer_uses)
     earlier = []
-    while inner != earlier:
-        earlier = list(inner)
-        operand_uses = uses_inside(eqn, tuple(inner))
-        for j, n in enumerate(carry_positions(eqn)):
-            if Use.FEEDS_PRODUCT in results[j]:
-                inner[j] |= operand_uses[n]
-    return tuple(inner)
+    while inner_uses != earlier:
+        earlier = list(inner_uses)
+        operand_uses = operand_uses_inside(eqn, tuple(inner_uses))
+        for i, n in enumerate(carry_positions(eqn)):
+            if Use.FEEDS_PRODUCT in outer_uses[i]:
+                inner_uses[i] |= operand_uses[n]
+    return tuple(inner_uses)
 
 
-def uses_inside(eqn: JaxprEqn, inner_results: Uses) -> list[Use]:
+def operand_uses_inside(eqn: JaxprEqn, result_uses: Uses) -> list[Use]:
     """How the programs in an equation use the equation's operands.
 
-    `inner_results` has the uses of the programs' results, by `results_inside`. The
-    condition of a `while` is not counted, because it depends on integers alone.
+    `result_uses` has the uses of the programs' results, as `result_uses_inside` returns
+    them. The condition of a `while` is not counted, because it depends on integers
+    alone.
     """
     operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):
-        use_of = uses(program, inner_results)
-        for n, v in enumerate(flat(program).ins, start=first_inner_operand(eqn)):
+        use_of = uses(program, result_uses)
+        arguments = flat(program).ins
+        for n, v in enumerate(arguments, start=first_inner_operand(eqn)):
             operand_uses[n] |= use_of[v]
     return operand_uses
