@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._diagnosis.dtypes import dtype_report, rows_of
+from optax_lossscale._diagnosis.dtypes import Operation, dtype_report, rows_of
 
 
 def assert_computes_in(
@@ -79,7 +80,7 @@ def assert_computes_in(
         raise AssertionError(message)
 
 
-def _is_judged(product, dtype):
+def _is_judged(product: Operation, dtype: np.dtype) -> bool:
     """Whether the assertion checks a product, which has to compute in `dtype`.
 
     One that computes in another dtype on purpose is not checked. One that is in `dtype`

@@ -38,7 +38,7 @@ def without_ignored(
     return [path for path in outputs if names[path].isdisjoint(ignored)]
 
 
-def _names_of(path):
+def _names_of(path: Path) -> set[str]:
     """Returns the names of an output and of all trees that contain it."""
     return {name_of(path[:depth]) for depth in range(1, len(path) + 1)}
 

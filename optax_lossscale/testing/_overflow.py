@@ -9,13 +9,13 @@ A function that reports a fault returns a description of it, or an empty string 
 is no such fault.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from optax_lossscale._step.loss import check_keywords
-from optax_lossscale.testing._carry import find_carry, within
+from optax_lossscale.testing._carry import Carry, find_carry, within
 from optax_lossscale.testing._experiment import Experiment
-from optax_lossscale.testing._numbers import is_finite
+from optax_lossscale.testing._numbers import Path, is_finite
 from optax_lossscale.testing._output_names import (
     format_fault,
     name_of,
@@ -28,6 +28,7 @@ from optax_lossscale.testing._skipping import (
     overflow_applied,
     scale_not_adapted,
 )
+from optax_lossscale.testing._trial import Trial
 
 
 def assert_survives_overflow(
@@ -118,13 +119,13 @@ def assert_survives_overflow(
         raise AssertionError(f"{_HEADLINE} {fault}")
 
 
-def _state_not_returned(experiment):
+def _state_not_returned(experiment: Experiment) -> str:
     """Reports a step that gets a state of loss scaling, but returns none."""
     is_returned = bool(experiment.baseline.states)
     return _NOT_RETURNED if experiment.has_state and not is_returned else ""
 
 
-def _replicas_diverge(trial, judged):
+def _replicas_diverge(trial: Trial, judged: Carry) -> str:
     """Reports outputs and loss scales whose copies differ between devices.
 
     Outputs that are not judged, such as each device's own loss, may differ. Loss scales
@@ -136,7 +137,7 @@ def _replicas_diverge(trial, judged):
     return format_fault(_DIVERGED, diverged, _DIVERGED_REMEDY)
 
 
-def _skip_not_counted(overflow_trials):
+def _skip_not_counted(overflow_trials: Iterable[Trial]) -> str:
     """Reports a skipped step that returns a state in which the skip is not counted."""
     for trial in overflow_trials:
         if trial.states and trial.was_skipped and trial.skip_count_change <= 0:
@@ -144,7 +145,11 @@ def _skip_not_counted(overflow_trials):
     return ""
 
 
-def _nan_not_skipped(experiment, carry, judged):
+def _nan_not_skipped(
+    experiment: Experiment,
+    carry: Carry,
+    judged: Carry,
+) -> str:
     """Reports a NaN in the batch that changes the carry, or makes replicas diverge."""
     batch = _batch_in(experiment, carry)
     if batch is None:
@@ -161,7 +166,7 @@ def _nan_not_skipped(experiment, carry, judged):
     return _replicas_diverge(trial, judged) or changed_fault
 
 
-def _batch_in(experiment, carry):
+def _batch_in(experiment: Experiment, carry: Carry) -> Path | None:
     """Returns the path of the argument that is assumed to be the batch, or None.
 
     It is the first array of floats that is not in the carry. Single numbers and empty

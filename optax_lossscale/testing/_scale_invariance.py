@@ -15,7 +15,7 @@ parameters.
 because it may have caused the others.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,12 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.loss import check_keywords
-from optax_lossscale.testing._carry import find_carry, within
+from optax_lossscale.testing._carry import Carry, find_carry, within
 from optax_lossscale.testing._dependence import powers_followed, unexplained_changes
 from optax_lossscale.testing._experiment import Experiment, log2_of
-from optax_lossscale.testing._numbers import difference, equal, is_finite, norm
+from optax_lossscale.testing._numbers import Path, difference, equal, is_finite, norm
 from optax_lossscale.testing._output_names import (
     format_fault,
     name_of,
@@ -43,9 +44,11 @@ from optax_lossscale.testing._skipping import (
 )
 from optax_lossscale.testing._sweep import (
     LOWEST_EXPONENT,
+    Sweep,
     sweep_of,
     trials_at_falling_scales,
 )
+from optax_lossscale.testing._trial import Trial
 
 _MIN_APPLIED = 8  # the least number of loss scales at which the step must be applied
 _MAX_STEPS_TO_GROWTH = 100_000  # how far ahead to look for a growth of the loss scale
@@ -133,7 +136,7 @@ def assert_scale_invariant(
         raise AssertionError(f"{_HEADLINE} {fault}")
 
 
-def _first_fault(experiment, ignore):
+def _first_fault(experiment: Experiment, ignore: str | Collection[str]) -> str:
     """Describes the first fault of a step; returns an empty string if there is none.
 
     The description names the outputs concerned, gives the reason, and suggests a fix.
@@ -165,7 +168,7 @@ def _first_fault(experiment, ignore):
     )
 
 
-def _rarely_applied(experiment, trials):
+def _rarely_applied(experiment: Experiment, trials: Sequence[Trial]) -> str:
     """Reports a step that is applied at too few loss scales to compare its outputs.
 
     Raises a `ValueError` if the outputs are not finite even at the lowest loss scale,
@@ -183,7 +186,7 @@ def _rarely_applied(experiment, trials):
     return _RARELY_APPLIED.format(times=len(trials))
 
 
-def _is_from_gradients(path, trials):
+def _is_from_gradients(path: Path, trials: Iterable[Trial]) -> bool:
     """Whether an output is computed from gradients, as trials at several scales show.
 
     Such an output differs between trials, as it is not updated where gradients
@@ -195,7 +198,7 @@ def _is_from_gradients(path, trials):
     return len(distinct) > 1
 
 
-def _divided_twice(powers):
+def _divided_twice(powers: Mapping[Path, float]) -> str:
     """Reports gradients that are divided by the loss scale once too often.
 
     Then most of the outputs that follow a power of the scale follow a negative one. A
@@ -207,7 +210,11 @@ def _divided_twice(powers):
     return _list_powers(negative) + _DIVIDED_REMEDY
 
 
-def _still_scaled(powers, sweep, highest):
+def _still_scaled(
+    powers: Mapping[Path, float],
+    sweep: Sweep,
+    highest: Trial,
+) -> str:
     """Reports outputs that are computed from scaled gradients."""
     # A change in a silent step may only mean that the step was skipped.
     changes = {} if highest.is_silent else unexplained_changes(sweep)
@@ -220,13 +227,17 @@ def _still_scaled(powers, sweep, highest):
     return fault + _STILL_SCALED_REMEDY if fault else ""
 
 
-def _list_powers(powers):
+def _list_powers(powers: Mapping[Path, float]) -> str:
     """Lists outputs with the powers of the loss scale that they follow."""
     rows = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
     return format_fault(_BY_A_POWER, rows)
 
 
-def _not_finite(sweep, highest, carry):
+def _not_finite(
+    sweep: Sweep,
+    highest: Trial,
+    carry: Carry,
+) -> str:
     """Reports outputs that are not finite, although the arguments they update are."""
     not_finite = [
         output
@@ -237,7 +248,11 @@ def _not_finite(sweep, highest, carry):
     return format_fault(_NOT_FINITE, not_finite, APPLIED_REMEDY)
 
 
-def _master_weights_lost(experiment, highest, carry):
+def _master_weights_lost(
+    experiment: Experiment,
+    highest: Trial,
+    carry: Carry,
+) -> str:
     """Reports float32 master weights that do not round to the float16 parameters.
 
     It is not known which weights belong to which parameter. So they are compared with
@@ -261,7 +276,7 @@ def _master_weights_lost(experiment, highest, carry):
     return format_fault(_LOST, lost, _LOST_REMEDY)
 
 
-def _differs_at_growth(experiment, sweep):
+def _differs_at_growth(experiment: Experiment, sweep: Sweep) -> str:
     """Reports outputs that differ at a step at which the loss scale grows.
 
     Nothing is reported if that step is skipped. Integers and bools are not compared,
@@ -285,28 +300,32 @@ def _differs_at_growth(experiment, sweep):
     return format_fault(_AT_GROWTH, different, _AT_GROWTH_REMEDY)
 
 
-def _differ(actual, expected, tolerance):
+def _differ(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    tolerance: np.ndarray,
+) -> bool:
     """Whether an output changes by more than a tolerance, or is no longer finite."""
     is_changed = norm(difference(actual, expected)) > tolerance
     becomes_nonfinite = is_finite(expected) and not is_finite(actual)
-    return is_changed or becomes_nonfinite
+    return bool(is_changed) or becomes_nonfinite
 
 
 @jax.jit
-def _before_growth(loss_scale):
+def _before_growth(loss_scale: LossScale) -> LossScale:
     """Advances a loss scale by finite steps until one more would change it.
 
     It takes 100,000 steps if none of these changes the loss scale.
     """
 
     def is_steady(carry):
-        num_steps, now = carry
+        n_steps, now = carry
         keeps_scale = jnp.all(now() == now.adjust(True)())
-        return keeps_scale & (num_steps < _MAX_STEPS_TO_GROWTH)
+        return keeps_scale & (n_steps < _MAX_STEPS_TO_GROWTH)
 
     def next_step(carry):
-        num_steps, now = carry
-        return num_steps + 1, now.adjust(True)
+        n_steps, now = carry
+        return n_steps + 1, now.adjust(True)
 
     _, last = lax.while_loop(is_steady, next_step, (0, loss_scale))
     return last

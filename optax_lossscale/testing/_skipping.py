@@ -31,7 +31,7 @@ def scale_not_adapted(overflow_trials: list[Trial]) -> str:
     return ""
 
 
-def _is_reset(first, last):
+def _is_reset(first: Trial, last: Trial) -> bool:
     """Whether two skipped steps return the same loss scale, but should not."""
     are_skipped = first.was_skipped and last.was_skipped
     if_first_skipped, _ = first.adjusted
@@ -41,7 +41,7 @@ def _is_reset(first, last):
     return are_skipped and should_differ and bool(are_same) and all(are_same)
 
 
-def _keeps_scale(trial):
+def _keeps_scale(trial: Trial) -> bool:
     """Whether a step returns the loss scale that it was given, though it should adapt."""
     if_skipped, if_applied = trial.adjusted
     expected = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
@@ -95,7 +95,7 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
     return format_fault(_APPLIED, changed, APPLIED_REMEDY)
 
 
-def _need_not_overflow(experiment, carry):
+def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
     """Whether the step may be correct although it does not overflow at infinity.
 
     A step with a fixed loss scale of 1 may omit the multiplication by it. If such a
