@@ -80,7 +80,7 @@ def find_carry(experiment: Experiment) -> Carry:
     carry = _with_trees(carry, scores, experiment)
     if not carry and baseline.is_silent:
         raise ValueError(
-            "nothing that the step is given comes back from it: let it return its new "
+            "nothing that the step is given comes back from it. Return its new "
             "parameters and state, or change them in place, so that they can be judged"
         )
     return carry
@@ -213,9 +213,9 @@ def _with_trees(
     For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
     their mean is in the carry, rule 3 adds their variance. If the step accepts and
     returns a second tree with the same structure, rule 4 adds that tree, unless one of
-    its outputs depends on the argument in its place: rules 1 and 2 did not match that
-    output, although it depends on the argument, so it may be a prediction. A tree that
-    holds an optimizer's counts is added even so.
+    its outputs depends on the argument in its place. Rules 1 and 2 did not match the
+    two even so, and the output may be a prediction. A tree that holds an optimizer's
+    counts is added in any case.
     """
     outputs = experiment.baseline.output_fingerprints
     returned = {path: x for path, x in outputs.items() if path[0] == RESULT}

@@ -10,10 +10,10 @@ An output of a wrong step shows one of two signs:
 
 - It is a linear function of a power of the loss scale. For example, a norm of scaled
   gradients is proportional to the scale itself.
-- It changes too early: between two loss scales by nearly as much as between any two
-  lower ones, or by more. Changes caused by underflow start small, and grow as the scale
-  falls. The exception is a number that underflow changes all at once, such as the sign
-  of a gradient.
+- It changes too early: between two loss scales by more than two thirds of its largest
+  change between lower ones. Changes caused by underflow start small, and grow as the
+  scale falls. The exception is a number that underflow changes all at once, such as the
+  sign of a gradient.
 """
 
 import numpy as np
@@ -38,7 +38,8 @@ def powers_followed(sweep: Sweep) -> dict[Path, float]:
     """Returns the power of the loss scale that each output follows, by path.
 
     An output follows a power if its values at some four neighbouring loss scales are a
-    linear function of that power of the scale. Other outputs are left out.
+    linear function of that power of the scale, and not constant. Other outputs are left
+    out.
     """
     followed = {}
     for path, values in sweep.outputs.items():

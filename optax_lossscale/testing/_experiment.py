@@ -98,7 +98,8 @@ class Experiment:
         """Trials at loss scales so large that gradients overflow.
 
         The last trial is at an infinite loss scale, where all gradients overflow, or at
-        2**126 if the step raises an error at an infinite one.
+        2**126 if the step raises an error at an infinite one. With a fixed loss scale,
+        such an error is passed on, because nothing else makes gradients overflow.
         """
         if not _can_adapt(self.loss_scale):
             return [self.trial(self.loss_scale, is_infinite=True)]
@@ -234,7 +235,7 @@ def _is_state(x: Any) -> bool:
 
 
 def _can_adapt(loss_scale: LossScale) -> bool:
-    """Whether a loss scale has state, which a fixed one has not."""
+    """Whether a loss scale has state, which a fixed one lacks."""
     return bool(jax.tree.leaves(loss_scale))
 
 

@@ -22,7 +22,7 @@ def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """Returns the outputs that `ignore` does not name, by themselves or with a tree.
+    """Returns the outputs without those that `ignore` names, singly or as a whole tree.
 
     Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """

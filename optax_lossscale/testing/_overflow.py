@@ -38,13 +38,16 @@ def assert_survives_overflow(
     ignore: str | Collection[str] = (),
     **kwargs: Any,
 ) -> None:
-    """Raises unless a step with an overflow, or a NaN in its batch, changes nothing.
+    """Raises if an overflow, or a NaN in the batch, spoils what a step passes on.
 
-    Such a step must be skipped: the parameters, the optimizer's state and all other
-    arrays of floats that the step passes on to the next step must stay as they were,
-    the state must count the skip, and the loss scale must adapt, unless it is fixed.
-    Nothing is required of PRNG keys, Python numbers, integers outside the optimizer's
-    state, or outputs that are not passed on, such as the loss and norms for a log.
+    A step whose gradients overflow must be skipped: the parameters, the optimizer's
+    state and all other arrays of floats that it passes on to the next step must stay as
+    they were, the state must count the skip, and the loss scale must adapt, unless it
+    is fixed. A step with a NaN in its batch must keep the same arrays if it is skipped.
+    If it is applied, for example because the NaN does not reach the loss, none of them
+    may become infinite or NaN. PRNG keys, Python numbers, integers outside the
+    optimizer's state, and outputs that are not passed on, such as the loss and norms
+    for a log, may change.
 
     This assertion finds batch statistics, hidden states and averages that are updated
     without `where_applied`, replicas of `shard_map` that drift apart, and steps that
@@ -55,10 +58,10 @@ def assert_survives_overflow(
     overflow, up to infinity; with a NaN in the batch; and several times with small
     changes, which show what the step passes on to the next step. The batch is assumed
     to be the first array of floats among the arguments that is not passed on, leaving
-    out single numbers. This may pick a constant, such as class weights, that comes
-    before the batch. If there is no such array, as with a batch of tokens, no NaN is
-    tried. If the step raises an error at an infinite loss scale, it is judged by the
-    other runs alone.
+    out single numbers. So let constants, such as class weights, come after the batch.
+    If there is no such array, as with a batch of tokens, no NaN is tried. If the step
+    raises an error at an infinite loss scale that adapts, it is judged by the other
+    runs alone. Any other error of the step is passed on.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -184,11 +187,11 @@ _CHANGED_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DIVERGED = "Devices hold copies of these outputs that differ:"
 _DIVERGED_REMEDY = """\
 So each device applies its own gradients, or decides from them alone whether to skip the step.
-Average the gradients over all devices before anything else, with jax.lax.pmean, and give
-with_loss_scale the axis_name."""
+- Before anything else, average the gradients over all devices: jax.lax.pmean(grads, axis_name).
+- Let all devices decide together: with_loss_scale(optimizer, axis_name=axis_name)."""
 _NOT_RETURNED = """\
-The optimizer's state does not come back, so the next step overflows, too: return the new state,
+The optimizer's state does not come back, so the next step overflows, too. Return the new state,
 with its loss scale."""
 _UNCOUNTED = """\
-The step is skipped, but the state that comes back does not count it: return the new state as it
+The step is skipped, but the state that comes back does not count it. Return the new state as it
 is, not one assembled from the old state and the new."""

@@ -2,11 +2,11 @@
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
 its carry as it was. At an infinite loss scale all gradients but zeros overflow. A step
-that is applied even there ignores its loss scale, hides infinities from the check, or
-checks nothing; or all its gradients are zero.
+that is applied even there ignores its loss scale, hides infinities from the check,
+checks nothing, or has gradients that are all zero.
 
-A function that reports a fault returns a description, which names the outputs concerned
-and suggests a fix; or an empty string if there is no such fault.
+A function that reports a fault returns a description of it, which names the outputs
+concerned and suggests a fix. If there is no such fault, it returns an empty string.
 """
 
 from collections.abc import Iterable
@@ -117,19 +117,24 @@ _APPLIED = (
     "changed:"
 )
 KEEP_REMEDY = """\
-Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
-state, such as Adam's count, if all transformations are inside the wrapper. For everything else
-that the step changes, such as batch statistics or an average of the parameters, use
-ols.where_applied(state, new, old), where state is the new state. In ignore=, name outputs that
-are meant to change anyway, such as a replay buffer, or that are not passed on to the next step."""
+- Let tx.apply_gradients or tx.minimize take the step. They keep the parameters and the optimizer's
+  state, such as Adam's count, if all transformations are inside the wrapper.
+- For everything else that the step changes, such as batch statistics or an average of the
+  parameters, use ols.where_applied(state, new, old), where state is the new state.
+- In ignore=, name outputs that are meant to change anyway, such as a replay buffer, or that are
+  not passed on to the next step."""
 APPLIED_REMEDY = """\
-Either gradients are not multiplied by the loss scale of the state that the step is given: use
-value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or nan_to_num or a where
-replaces infinities and NaNs before they are checked: pass the optimizer the scaled gradients
-unchanged. Or nothing is checked, because of skip=None and a fixed loss scale: use
-skip="nonfinite". Or all gradients are zero: give the step a batch that it learns from."""
+One of these is the reason:
+- Gradients are not multiplied by the loss scale of the state that the step is given. Use
+  value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state).
+- nan_to_num or a where replaces infinities and NaNs before they are checked. Pass the optimizer
+  the scaled gradients unchanged.
+- Nothing is checked, because of skip=None and a fixed loss scale. Use skip="nonfinite".
+- All gradients are zero. Give the step a batch that it learns from."""
 _NOT_ADAPTED = """\
-Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
-next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
-itself is not finite where gradients overflow, as in a step of SAM, which computes its second loss
-from the first gradient: then the loss scale does not fall."""
+Gradients overflow, and the loss scale comes back as it was given, or as it was at first. So the
+next step overflows, too. One of these is the reason:
+- The step returns another state than the one that it makes: return the state with its loss scale.
+- The loss itself is not finite where gradients overflow, so the loss scale does not fall. A step
+  of SAM is an example, as it computes its second loss from the first gradient. As value=, pass a
+  loss that is finite there, such as SAM's first one, or nothing."""
