@@ -25,8 +25,8 @@ def batches(text, steps, seed):
     draws the same excerpts.
     """
     rng = np.random.default_rng(seed)
-    num_starts = len(text) - CONTEXT
-    starts = rng.integers(num_starts, size=(steps, BATCH, 1))
+    n_starts = len(text) - CONTEXT
+    starts = rng.integers(n_starts, size=(steps, BATCH, 1))
     offsets = np.arange(CONTEXT + 1)
     excerpts = text[starts + offsets]
     return excerpts.astype(np.int32)

@@ -4,6 +4,12 @@ Each assertion gets a training step and arguments for it, as in
 `assert_scale_invariant(train_step, params, state, batch)`. If the step is wrong, the
 assertion raises an `AssertionError` that explains the mistake, names the outputs or
 source lines concerned, and suggests a fix.
+
+- `assert_scale_invariant` finds outputs that depend on the loss scale, for example
+  because the gradients were never scaled.
+- `assert_survives_overflow` finds what a skipped step changes by mistake.
+- `assert_computes_in` finds matrix products and convolutions in another dtype than you
+  meant, for example because one input is in float32.
 """
 
 # `assert_computes_in` reads the step's traced program, and runs nothing.
@@ -16,8 +22,8 @@ source lines concerned, and suggests a fix.
 # - If it was applied, the outputs must be the same at all loss scales, except where
 #   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales, and
 #   `_dependence.py` finds differences that underflow does not explain.
-# `assert_scale_invariant` checks both. `assert_survives_overflow` checks only skipped
-# steps, and besides that devices hold equal copies and that the state comes back.
+# `assert_scale_invariant` checks both. `assert_survives_overflow` checks skipped steps
+# only. It also checks that devices hold equal copies, and that the state comes back.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

@@ -30,14 +30,15 @@ sizes in the same places:
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from optax_lossscale.testing._experiment import RESULT, Experiment
-from optax_lossscale.testing._numbers import Path, difference, equal, norm
+from optax_lossscale.testing._numbers import Fingerprint, Path, difference, equal, norm
+from optax_lossscale.testing._trial import Trial
 
 Carry = dict[Path, Path]  # maps outputs to the arguments that they are new values of
 
@@ -61,6 +62,10 @@ class Score(NamedTuple):
     similarity: float
 
 
+_Scores = dict[tuple[Path, Path], Score]  # by the paths of an output and an argument
+_Structure = frozenset[tuple[Path, int]]  # the paths and sizes of all arrays in a tree
+
+
 def find_carry(experiment: Experiment) -> Carry:
     """Finds all outputs that are new values of arguments.
 
@@ -75,7 +80,7 @@ def find_carry(experiment: Experiment) -> Carry:
     carry = _with_trees(carry, scores, experiment)
     if not carry and baseline.is_silent:
         raise ValueError(
-            "nothing that the step is given comes back from it: let it return its new "
+            "nothing that the step is given comes back from it. Return its new "
             "parameters and state, or change them in place, so that they can be judged"
         )
     return carry
@@ -94,13 +99,13 @@ def within(
     }
 
 
-def _scores(perturbed_pairs):
+def _scores(perturbed_pairs: Iterable[tuple[Trial, Trial]]) -> _Scores:
     """Scores each output with each argument on which it depends; keyed by both paths.
 
     The best score over all pairs of trials counts, because the step may produce NaNs or
     much larger changes at some loss scales.
     """
-    scores = {}
+    scores: _Scores = {}
     for trial, perturbed in perturbed_pairs:
         before = trial.arguments
         after = perturbed.arguments
@@ -114,7 +119,12 @@ def _scores(perturbed_pairs):
     return scores
 
 
-def _score(trial, perturbed, output, argument):
+def _score(
+    trial: Trial,
+    perturbed: Trial,
+    output: Path,
+    argument: Path,
+) -> Score | None:
     """Scores an output with an argument that differs between two trials.
 
     Returns None if the two cannot match, or the output does not depend on the argument.
@@ -131,7 +141,7 @@ def _score(trial, perturbed, output, argument):
     return Score(depth, _similarity(argument_change, output_change))
 
 
-def _may_match(trial, output, argument):
+def _may_match(trial: Trial, output: Path, argument: Path) -> bool:
     """Whether an output has the size of an argument and a similar path.
 
     Paths are compared from their ends, over the length of the shorter one, except for
@@ -144,7 +154,7 @@ def _may_match(trial, output, argument):
     return depth <= 0 or output[-depth:] == argument[-depth:]
 
 
-def _similarity(x, y):
+def _similarity(x: np.ndarray, y: np.ndarray) -> float:
     """Computes how similar two changes are: 2x·y / (x·x + y·y).
 
     The similarity is 1 for equal changes. For changes of equal norm, it is the cosine
@@ -156,14 +166,18 @@ def _similarity(x, y):
     y_square = y @ y
     if dot <= _MIN_COSINE * np.sqrt(x_square * y_square):
         return 0
-    return 2 * dot / (x_square + y_square)
+    return float(2 * dot / (x_square + y_square))
 
 
-def _with_best_matches(carry, scores, experiment):
+def _with_best_matches(
+    carry: Carry,
+    scores: _Scores,
+    experiment: Experiment,
+) -> Carry:
     """Extends a carry by rules 1 and 2, pairing the best matches first."""
     carry = dict(carry)
     matched_arguments = set(carry.values())
-    for output, argument in sorted(scores, key=scores.get, reverse=True):
+    for output, argument in sorted(scores, key=scores.__getitem__, reverse=True):
         is_similar = scores[output, argument].similarity > _MIN_SIMILARITY
         is_new_value = is_similar or _is_in_position(output, argument, experiment)
         is_free = output not in carry and argument not in matched_arguments
@@ -173,7 +187,7 @@ def _with_best_matches(carry, scores, experiment):
     return carry
 
 
-def _is_in_position(output, argument, experiment):
+def _is_in_position(output: Path, argument: Path, experiment: Experiment) -> bool:
     """Whether an output has an argument's position and is not changed by an overflow.
 
     Steps usually return their carry in the order of their arguments. So an output that
@@ -189,15 +203,19 @@ def _is_in_position(output, argument, experiment):
     return is_in_position and is_unchanged and without_overflow.size > 1
 
 
-def _with_trees(carry, scores, experiment):
+def _with_trees(
+    carry: Carry,
+    scores: _Scores,
+    experiment: Experiment,
+) -> Carry:
     """Extends a carry by rules 3 and 4, from single arrays to whole trees.
 
     For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
     their mean is in the carry, rule 3 adds their variance. If the step accepts and
     returns a second tree with the same structure, rule 4 adds that tree, unless one of
-    its outputs depends on the argument in its place: rules 1 and 2 did not match that
-    output, although it depends on the argument, so it may be a prediction. A tree that
-    holds an optimizer's counts is added even so.
+    its outputs depends on the argument in its place. Rules 1 and 2 did not match the
+    two even so, and the output may be a prediction. A tree that holds an optimizer's
+    counts is added in any case.
     """
     outputs = experiment.baseline.output_fingerprints
     returned = {path: x for path, x in outputs.items() if path[0] == RESULT}
@@ -222,12 +240,15 @@ def _with_trees(carry, scores, experiment):
     return carry
 
 
-def _leaf_pairs(output, argument, structure):
+def _leaf_pairs(output: Path, argument: Path, structure: _Structure) -> Carry:
     """Pairs each array in an output tree with the one in its place in an argument tree."""
     return {output + subpath: argument + subpath for subpath, _ in structure}
 
 
-def _structures(fingerprints, min_depth):
+def _structures(
+    fingerprints: Mapping[Path, Fingerprint],
+    min_depth: int,
+) -> dict[Path, _Structure]:
     """Returns the structure of each tree that contains some of the arrays, by path.
 
     A structure is the set of the paths and sizes of all arrays in a tree. `min_depth`
@@ -242,7 +263,7 @@ def _structures(fingerprints, min_depth):
     return {tree: frozenset(arrays) for tree, arrays in trees.items()}
 
 
-def _enclosing_trees(carry):
+def _enclosing_trees(carry: Carry) -> list[tuple[Path, Path]]:
     """Returns pairs of trees that hold an output and its argument in the same place."""
     trees = {}
     for output, argument in carry.items():
@@ -252,7 +273,11 @@ def _enclosing_trees(carry):
     return list(trees)
 
 
-def _unmatched_trees(results, arguments, matched):
+def _unmatched_trees(
+    results: Mapping[Path, _Structure],
+    arguments: Mapping[Path, _Structure],
+    matched: Carry,
+) -> list[tuple[Path, Path]]:
     """Pairs the remaining output and argument trees of each structure, in their order.
 
     Structures that occur more often on one side than on the other are left out, because
@@ -268,7 +293,10 @@ def _unmatched_trees(results, arguments, matched):
     return pairs
 
 
-def _by_structure(structures, excluded):
+def _by_structure(
+    structures: Mapping[Path, _Structure],
+    excluded: Collection[Path],
+) -> dict[_Structure, list[Path]]:
     """Returns the paths of the trees of each structure, without the excluded ones."""
     trees = defaultdict(list)
     for tree, structure in structures.items():

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._diagnosis.dtypes import dtype_report, rows_of
+from optax_lossscale._diagnosis.dtypes import Operation, dtype_report, rows_of
 
 
 def assert_computes_in(
@@ -79,11 +80,11 @@ def assert_computes_in(
         raise AssertionError(message)
 
 
-def _is_judged(product, dtype):
-    """Whether the assertion checks a product, which has to compute in `dtype`.
+def _is_judged(product: Operation, dtype: np.dtype) -> bool:
+    """Whether the assertion requires a product to compute in `dtype`.
 
-    One that computes in another dtype on purpose is not checked. One that is in `dtype`
-    anyway counts as checked, whatever its purpose.
+    It does not if the product computes in another dtype by choice. A product that
+    computes in `dtype` counts as required to, whatever was chosen.
     """
     is_float = jnp.issubdtype(product.dtype, jnp.inexact)
     is_exempt = product.by_choice and product.dtype != dtype
@@ -95,8 +96,10 @@ _WRONG = """\
 {rows}
 The first of them in the program is at {source}.
 A product is computed in the wider dtype of its two operands, or in float32 if one operand is
-float16 and the other is bfloat16. Call the loss function through ols.autocast, which computes the
-products of a float32 model in 16 bits. Or cast both operands to {dtype}, or give the module
-dtype=jnp.{dtype}: if the list shows float16→float32 for one operand, cast the other. To keep a
-product wide, compute it with precision=jax.lax.Precision.HIGHEST or under
-jax.default_matmul_precision("highest")."""
+float16 and the other is bfloat16.
+- Call the loss function through ols.autocast, which computes the products of a float32 model in
+  16 bits.
+- Or cast both operands to {dtype}, or give the module dtype=jnp.{dtype}. If the list shows
+  float16→float32 for one operand, cast the other.
+- To keep a product wide, compute it with precision=jax.lax.Precision.HIGHEST or under
+  jax.default_matmul_precision("highest")."""

@@ -10,10 +10,10 @@ An output of a wrong step shows one of two signs:
 
 - It is a linear function of a power of the loss scale. For example, a norm of scaled
   gradients is proportional to the scale itself.
-- It changes too early: between two loss scales by nearly as much as between any two
-  lower ones, or by more. Changes caused by underflow start small, and grow as the scale
-  falls. The exception is a number that underflow changes all at once, such as the sign
-  of a gradient.
+- It changes too early: between two loss scales by more than two thirds of its largest
+  change between lower ones. Changes caused by underflow start small, and grow as the
+  scale falls. The exception is a number that underflow changes all at once, such as the
+  sign of a gradient.
 """
 
 import numpy as np
@@ -38,7 +38,8 @@ def powers_followed(sweep: Sweep) -> dict[Path, float]:
     """Returns the power of the loss scale that each output follows, by path.
 
     An output follows a power if its values at some four neighbouring loss scales are a
-    linear function of that power of the scale. Other outputs are left out.
+    linear function of that power of the scale, and not constant. Other outputs are left
+    out.
     """
     followed = {}
     for path, values in sweep.outputs.items():
@@ -48,7 +49,7 @@ def powers_followed(sweep: Sweep) -> dict[Path, float]:
     return followed
 
 
-def _is_linear(values, x):
+def _is_linear(values: np.ndarray, x: np.ndarray) -> bool:
     """Whether some four neighbouring rows are a linear, non-constant function of x."""
     slopes = _changes(values) / np.diff(x)[:, None]
     steepness = norm(slopes)
@@ -74,12 +75,12 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     is_in_reach = exponents[1:] >= exponents[0] - reach
     underflows = {path: _underflows(sweep, path) for path in sweep.outputs}
     has_underflow = {path: x.any(axis=1) for path, x in underflows.items()}
-    num_underflowing = sum(has_underflow.values())
+    n_underflowing = sum(has_underflow.values())
     unexplained = {}
     for path, values in sweep.outputs.items():
         # An output that is computed from many numbers, such as a norm, may change where
         # one of them underflows. That shows in another output, such as Adam's moments.
-        others_underflow = num_underflowing > has_underflow[path]
+        others_underflow = n_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
         is_fault = is_unexplained & is_in_reach & ~others_underflow
@@ -89,7 +90,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     return unexplained
 
 
-def _underflows(sweep, path):
+def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
     """Whether each number underflows between two neighbouring scales; (scales - 1, numbers).
 
     A number underflows between two loss scales if, at the lower one only, it has the
@@ -106,7 +107,7 @@ def _underflows(sweep, path):
     return is_without_gradients & (before != after)
 
 
-def _explained_change(sweep, path):
+def _explained_change(sweep: Sweep, path: Path) -> np.ndarray:
     """Computes how much underflow and rounding may change an output; (scales - 1,)."""
     values = sweep.outputs[path]
     sizes = norm(_changes(values))
@@ -116,6 +117,6 @@ def _explained_change(sweep, path):
     return np.maximum(by_underflow, sweep.tolerance(path, values[:-1]))
 
 
-def _changes(rows):
+def _changes(rows: np.ndarray) -> np.ndarray:
     """Subtracts from each row the row before it."""
     return difference(rows[1:], rows[:-1])

@@ -9,10 +9,10 @@ returned and which arguments it changed in place.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from optax_lossscale.testing._numbers import (
     sample,
 )
 from optax_lossscale.testing._trial import Trial
+
+T = TypeVar("T")
 
 RESULT = DictKey("result")  # the first key in the path of whatever the step returns
 _HIGH_EXPONENT = 126  # 2**126 is finite, but most gradients overflow at it
@@ -96,7 +98,8 @@ class Experiment:
         """Trials at loss scales so large that gradients overflow.
 
         The last trial is at an infinite loss scale, where all gradients overflow, or at
-        2**126 if the step raises an error at an infinite one.
+        2**126 if the step raises an error at an infinite one. With a fixed loss scale,
+        such an error is passed on, because nothing else makes gradients overflow.
         """
         if not _can_adapt(self.loss_scale):
             return [self.trial(self.loss_scale, is_infinite=True)]
@@ -193,7 +196,7 @@ class Experiment:
             diverged=[path for path, x in may_diverge.items() if replicas_differ(x)],
         )
 
-    def _call_step(self, arguments, is_infinite):
+    def _call_step(self, arguments: dict[str, Any], is_infinite: bool) -> Any:
         """Calls the step in a context that fits a trial, and returns its result.
 
         JAX does not stop at NaNs and infinities, which are expected in some trials.
@@ -208,7 +211,7 @@ class Experiment:
         ):
             return self._step(*arguments["args"], **arguments["kwargs"])
 
-    def _values_of(self, loss_scale):
+    def _values_of(self, loss_scale: LossScale) -> dict[Path, Any]:
         """Returns the leaves of a loss scale, by their paths among the arguments.
 
         If several states among the arguments hold a copy of the loss scale, the leaves
@@ -226,17 +229,17 @@ def log2_of(loss_scale: LossScale) -> float:
     return float(np.log2(np.max(loss_scale.loss_scale)))
 
 
-def _is_state(x):
+def _is_state(x: Any) -> bool:
     """Whether a node is a state of loss scaling."""
     return isinstance(x, LossScaleState)
 
 
-def _can_adapt(loss_scale):
-    """Whether a loss scale has state, which a fixed one has not."""
+def _can_adapt(loss_scale: LossScale) -> bool:
+    """Whether a loss scale has state, which a fixed one lacks."""
     return bool(jax.tree.leaves(loss_scale))
 
 
-def _skip_count(states):
+def _skip_count(states: Mapping[Path, LossScaleState]) -> int:
     """Returns the highest count of skipped steps in any state, or 0 if there is none.
 
     If a state holds a count for each replica, it counts as their sum.
@@ -245,7 +248,7 @@ def _skip_count(states):
     return max(map(np.sum, jax.device_get(counts)), default=0)
 
 
-def _counts_in(tree):
+def _counts_in(tree: Any) -> set[Path]:
     """Returns the paths of the integers in all states whose classes Optax defines."""
     optax_states = nodes_in(tree, lambda x: name_in_optax(x) is not None)
     return {
@@ -256,13 +259,16 @@ def _counts_in(tree):
     }
 
 
-def _adaptive_in(tree):
+def _adaptive_in(tree: Any) -> dict[Path, LossScale]:
     """Returns the loss scales in a tree that can adapt, by path."""
     loss_scales = nodes_in(tree, lambda x: isinstance(x, LossScale))
     return {path: x for path, x in loss_scales.items() if _can_adapt(x)}
 
 
-def _only_outputs(nodes, old_leaves):
+def _only_outputs(
+    nodes: Mapping[Path, Any],
+    old_leaves: Iterable[Any],
+) -> dict[Path, Any]:
     """Returns the nodes that the step returned, or into which it put a new array.
 
     An array is new if it is not among `old_leaves`. Arguments that the step did not
@@ -277,12 +283,15 @@ def _only_outputs(nodes, old_leaves):
     return outputs
 
 
-def _map_values(function, arrays):
+def _map_values(
+    function: Callable[[Any], T],
+    arrays: Mapping[Path, Any],
+) -> dict[Path, T]:
     """Applies a function to each array in a dict."""
     return {path: function(x) for path, x in arrays.items()}
 
 
-def _perturb(x, rng):
+def _perturb(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Makes each number of an array a little larger or smaller, at random.
 
     Zeros become positive, so that second moments, such as Adam's, are not negative.
@@ -293,7 +302,7 @@ def _perturb(x, rng):
     return perturbed.astype(x.dtype)
 
 
-def _copy_tree(tree, values):
+def _copy_tree(tree: Any, values: Mapping[Path, Any]) -> Any:
     """Copies a tree, with values in place of the leaves at some paths.
 
     A variable of Flax NNX that occurs at several paths is a single variable in the
@@ -311,7 +320,7 @@ def _copy_tree(tree, values):
     return jax.tree.map_with_path(copied, tree, is_leaf=is_variable)
 
 
-def _copy_leaf(x, value):
+def _copy_leaf(x: Any, value: Any) -> Any:
     """Copies a leaf, or converts `value` to the leaf's type, dtype and sharding."""
     if value is None:
         is_array = isinstance(x, (jax.Array, np.ndarray))

@@ -52,7 +52,7 @@ def arrays_in(tree: Any) -> dict[Path, Any]:
     return arrays
 
 
-def _is_numeric(x):
+def _is_numeric(x: Any) -> bool:
     """Whether an array holds numbers or bools, rather than PRNG keys, text or objects."""
     dtype = dtype_of(x)
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
@@ -135,7 +135,7 @@ def norm(x: np.ndarray) -> np.ndarray:
     return np.linalg.norm(_finite(x), axis=-1)
 
 
-def _finite(x):
+def _finite(x: np.ndarray) -> np.ndarray:
     """Replaces each infinity and NaN by 0."""
     return np.where(np.isfinite(x), x, 0)
 

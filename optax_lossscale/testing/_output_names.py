@@ -22,7 +22,7 @@ def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """Returns the outputs that `ignore` does not name, by themselves or with a tree.
+    """Returns the outputs without those that `ignore` names, singly or as a whole tree.
 
     Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """
@@ -38,7 +38,7 @@ def without_ignored(
     return [path for path in outputs if names[path].isdisjoint(ignored)]
 
 
-def _names_of(path):
+def _names_of(path: Path) -> set[str]:
     """Returns the names of an output and of all trees that contain it."""
     return {name_of(path[:depth]) for depth in range(1, len(path) + 1)}
 

@@ -9,13 +9,13 @@ A function that reports a fault returns a description of it, or an empty string 
 is no such fault.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from optax_lossscale._step.loss import check_keywords
-from optax_lossscale.testing._carry import find_carry, within
+from optax_lossscale.testing._carry import Carry, find_carry, within
 from optax_lossscale.testing._experiment import Experiment
-from optax_lossscale.testing._numbers import is_finite
+from optax_lossscale.testing._numbers import Path, is_finite
 from optax_lossscale.testing._output_names import (
     format_fault,
     name_of,
@@ -28,6 +28,7 @@ from optax_lossscale.testing._skipping import (
     overflow_applied,
     scale_not_adapted,
 )
+from optax_lossscale.testing._trial import Trial
 
 
 def assert_survives_overflow(
@@ -37,13 +38,16 @@ def assert_survives_overflow(
     ignore: str | Collection[str] = (),
     **kwargs: Any,
 ) -> None:
-    """Raises unless a step with an overflow, or a NaN in its batch, changes nothing.
+    """Raises if an overflow, or a NaN in the batch, spoils what a step passes on.
 
-    Such a step must be skipped: the parameters, the optimizer's state and all other
-    arrays of floats that the step passes on to the next step must stay as they were,
-    the state must count the skip, and the loss scale must adapt, unless it is fixed.
-    Nothing is required of PRNG keys, Python numbers, integers outside the optimizer's
-    state, or outputs that are not passed on, such as the loss and norms for a log.
+    A step whose gradients overflow must be skipped: the parameters, the optimizer's
+    state and all other arrays of floats that it passes on to the next step must stay as
+    they were, the state must count the skip, and the loss scale must adapt, unless it
+    is fixed. A step with a NaN in its batch must keep the same arrays if it is skipped.
+    If it is applied, for example because the NaN does not reach the loss, none of them
+    may become infinite or NaN. PRNG keys, Python numbers, integers outside the
+    optimizer's state, and outputs that are not passed on, such as the loss and norms
+    for a log, may change.
 
     This assertion finds batch statistics, hidden states and averages that are updated
     without `where_applied`, replicas of `shard_map` that drift apart, and steps that
@@ -54,10 +58,10 @@ def assert_survives_overflow(
     overflow, up to infinity; with a NaN in the batch; and several times with small
     changes, which show what the step passes on to the next step. The batch is assumed
     to be the first array of floats among the arguments that is not passed on, leaving
-    out single numbers. This may pick a constant, such as class weights, that comes
-    before the batch. If there is no such array, as with a batch of tokens, no NaN is
-    tried. If the step raises an error at an infinite loss scale, it is judged by the
-    other runs alone.
+    out single numbers. So let constants, such as class weights, come after the batch.
+    If there is no such array, as with a batch of tokens, no NaN is tried. If the step
+    raises an error at an infinite loss scale that adapts, it is judged by the other
+    runs alone. Any other error of the step is passed on.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -118,13 +122,13 @@ def assert_survives_overflow(
         raise AssertionError(f"{_HEADLINE} {fault}")
 
 
-def _state_not_returned(experiment):
+def _state_not_returned(experiment: Experiment) -> str:
     """Reports a step that gets a state of loss scaling, but returns none."""
     is_returned = bool(experiment.baseline.states)
     return _NOT_RETURNED if experiment.has_state and not is_returned else ""
 
 
-def _replicas_diverge(trial, judged):
+def _replicas_diverge(trial: Trial, judged: Carry) -> str:
     """Reports outputs and loss scales whose copies differ between devices.
 
     Outputs that are not judged, such as each device's own loss, may differ. Loss scales
@@ -136,7 +140,7 @@ def _replicas_diverge(trial, judged):
     return format_fault(_DIVERGED, diverged, _DIVERGED_REMEDY)
 
 
-def _skip_not_counted(overflow_trials):
+def _skip_not_counted(overflow_trials: Iterable[Trial]) -> str:
     """Reports a skipped step that returns a state in which the skip is not counted."""
     for trial in overflow_trials:
         if trial.states and trial.was_skipped and trial.skip_count_change <= 0:
@@ -144,7 +148,11 @@ def _skip_not_counted(overflow_trials):
     return ""
 
 
-def _nan_not_skipped(experiment, carry, judged):
+def _nan_not_skipped(
+    experiment: Experiment,
+    carry: Carry,
+    judged: Carry,
+) -> str:
     """Reports a NaN in the batch that changes the carry, or makes replicas diverge."""
     batch = _batch_in(experiment, carry)
     if batch is None:
@@ -161,7 +169,7 @@ def _nan_not_skipped(experiment, carry, judged):
     return _replicas_diverge(trial, judged) or changed_fault
 
 
-def _batch_in(experiment, carry):
+def _batch_in(experiment: Experiment, carry: Carry) -> Path | None:
     """Returns the path of the argument that is assumed to be the batch, or None.
 
     It is the first array of floats that is not in the carry. Single numbers and empty
@@ -179,11 +187,11 @@ _CHANGED_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DIVERGED = "Devices hold copies of these outputs that differ:"
 _DIVERGED_REMEDY = """\
 So each device applies its own gradients, or decides from them alone whether to skip the step.
-Average the gradients over all devices before anything else, with jax.lax.pmean, and give
-with_loss_scale the axis_name."""
+- Before anything else, average the gradients over all devices: jax.lax.pmean(grads, axis_name).
+- Let all devices decide together: with_loss_scale(optimizer, axis_name=axis_name)."""
 _NOT_RETURNED = """\
-The optimizer's state does not come back, so the next step overflows, too: return the new state,
+The optimizer's state does not come back, so the next step overflows, too. Return the new state,
 with its loss scale."""
 _UNCOUNTED = """\
-The step is skipped, but the state that comes back does not count it: return the new state as it
+The step is skipped, but the state that comes back does not count it. Return the new state as it
 is, not one assembled from the old state and the new."""

@@ -2,11 +2,11 @@
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
 its carry as it was. At an infinite loss scale all gradients but zeros overflow. A step
-that is applied even there ignores its loss scale, hides infinities from the check, or
-checks nothing; or all its gradients are zero.
+that is applied even there ignores its loss scale, hides infinities from the check,
+checks nothing, or has gradients that are all zero.
 
-A function that reports a fault returns a description, which names the outputs concerned
-and suggests a fix; or an empty string if there is no such fault.
+A function that reports a fault returns a description of it, which names the outputs
+concerned and suggests a fix. If there is no such fault, it returns an empty string.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def scale_not_adapted(overflow_trials: list[Trial]) -> str:
     return ""
 
 
-def _is_reset(first, last):
+def _is_reset(first: Trial, last: Trial) -> bool:
     """Whether two skipped steps return the same loss scale, but should not."""
     are_skipped = first.was_skipped and last.was_skipped
     if_first_skipped, _ = first.adjusted
@@ -41,7 +41,7 @@ def _is_reset(first, last):
     return are_skipped and should_differ and bool(are_same) and all(are_same)
 
 
-def _keeps_scale(trial):
+def _keeps_scale(trial: Trial) -> bool:
     """Whether a step returns the loss scale that it was given, though it should adapt."""
     if_skipped, if_applied = trial.adjusted
     expected = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
@@ -95,7 +95,7 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
     return format_fault(_APPLIED, changed, APPLIED_REMEDY)
 
 
-def _need_not_overflow(experiment, carry):
+def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
     """Whether the step may be correct although it does not overflow at infinity.
 
     A step with a fixed loss scale of 1 may omit the multiplication by it. If such a
@@ -117,19 +117,24 @@ _APPLIED = (
     "changed:"
 )
 KEEP_REMEDY = """\
-Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
-state, such as Adam's count, if all transformations are inside the wrapper. For everything else
-that the step changes, such as batch statistics or an average of the parameters, use
-ols.where_applied(state, new, old), where state is the new state. In ignore=, name outputs that
-are meant to change anyway, such as a replay buffer, or that are not passed on to the next step."""
+- Let tx.apply_gradients or tx.minimize take the step. They keep the parameters and the optimizer's
+  state, such as Adam's count, if all transformations are inside the wrapper.
+- For everything else that the step changes, such as batch statistics or an average of the
+  parameters, use ols.where_applied(state, new, old), where state is the new state.
+- In ignore=, name outputs that are meant to change anyway, such as a replay buffer, or that are
+  not passed on to the next step."""
 APPLIED_REMEDY = """\
-Either gradients are not multiplied by the loss scale of the state that the step is given: use
-value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or nan_to_num or a where
-replaces infinities and NaNs before they are checked: pass the optimizer the scaled gradients
-unchanged. Or nothing is checked, because of skip=None and a fixed loss scale: use
-skip="nonfinite". Or all gradients are zero: give the step a batch that it learns from."""
+One of these is the reason:
+- Gradients are not multiplied by the loss scale of the state that the step is given. Use
+  value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state).
+- nan_to_num or a where replaces infinities and NaNs before they are checked. Pass the optimizer
+  the scaled gradients unchanged.
+- Nothing is checked, because of skip=None and a fixed loss scale. Use skip="nonfinite".
+- All gradients are zero. Give the step a batch that it learns from."""
 _NOT_ADAPTED = """\
-Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
-next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
-itself is not finite where gradients overflow, as in a step of SAM, which computes its second loss
-from the first gradient: then the loss scale does not fall."""
+Gradients overflow, and the loss scale comes back as it was given, or as it was at first. So the
+next step overflows, too. One of these is the reason:
+- The step returns another state than the one that it makes: return the state with its loss scale.
+- The loss itself is not finite where gradients overflow, so the loss scale does not fall. A step
+  of SAM is an example, as it computes its second loss from the first gradient. As value=, pass a
+  loss that is finite there, such as SAM's first one, or nothing."""

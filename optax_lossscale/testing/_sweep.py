@@ -67,8 +67,8 @@ def trials_at_falling_scales(experiment: Experiment) -> list[Trial]:
         return not experiment.trial_at(exponent).was_applied
 
     exponents = range(LOWEST_EXPONENT, _WIDE_EXPONENT + 1)
-    num_applied = bisect.bisect_left(exponents, True, key=is_skipped)
-    highest = LOWEST_EXPONENT + num_applied - 1
+    n_applied = bisect.bisect_left(exponents, True, key=is_skipped)
+    highest = LOWEST_EXPONENT + n_applied - 1
     start = _START_EXPONENT if highest == _WIDE_EXPONENT else highest
     falling = [start - offset for offset in _OFFSETS]
     trials = [experiment.trial_at(x) for x in falling if x >= LOWEST_EXPONENT]
@@ -106,7 +106,7 @@ def sweep_of(
     return sweep
 
 
-def _underflowed_outputs(experiment):
+def _underflowed_outputs(experiment: Experiment) -> Arrays:
     """Returns the outputs where all gradients underflow, or nothing if they never do.
 
     A step that is skipped at 2**90 is taken to compute in float16, where all gradients
@@ -117,7 +117,7 @@ def _underflowed_outputs(experiment):
     return lowest.outputs if is_narrow and lowest.was_applied else {}
 
 
-def _check_repeatable(sweep):
+def _check_repeatable(sweep: Sweep) -> None:
     """Raises a `ValueError` if the two runs at the highest loss scale differ."""
     for path, rows in sweep.outputs.items():
         noise = difference(rows[0], sweep.repeated[path])

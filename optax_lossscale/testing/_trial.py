@@ -78,7 +78,7 @@ class Trial:
             flags.append(np.ravel(state.should_apply) & (not shows_skip))
         return np.concatenate(flags)
 
-    def _shows_skip(self, loss_scale):
+    def _shows_skip(self, loss_scale: LossScale) -> bool:
         """Whether a skipped step returns this loss scale and an applied one another."""
         if_skipped, if_applied = self.adjusted
         return loss_scale == if_skipped and loss_scale != if_applied
@@ -105,6 +105,6 @@ class Trial:
 
 
 @jax.jit
-def _adjusted(loss_scale):
+def _adjusted(loss_scale: LossScale) -> tuple[LossScale, LossScale]:
     """Computes `Trial.adjusted`, for a loss scale on the device."""
     return loss_scale.adjust(False), loss_scale.adjust(True)
