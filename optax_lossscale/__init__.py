@@ -134,7 +134,6 @@ __all__ = [
     "with_master_weights",
 ]
 
-# Modules, and names that `__getattr__` has yet to import, are left out: the former are
-# not callable, and the latter are None here.
-_values = [globals().get(name) for name in __all__]
-_make_public(__name__, *filter(callable, _values))
+# The lazy names are not here yet: `__getattr__` makes them public. Modules stay as they
+# are.
+_make_public(__name__, *filter(callable, map(globals().get, __all__)))

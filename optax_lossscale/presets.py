@@ -62,13 +62,23 @@ def _growth_factor(name: str, factor: float) -> float:
     return float(np.float32(checked))
 
 
+def _symmetric_factor(name: str, factor: float) -> float:
+    """Checks a factor by which the scale grows, and is divided to back off."""
+    return validation.number_between(
+        name, factor, least=1, most=2.0**126, allowed="a number from 1 to 2**126"
+    )
+
+
 def _backoff_factor(name: str, factor: float) -> float:
     """Checks a back-off factor, and rounds it to float32, as in `_growth_factor`."""
     checked = validation.backoff_factor(name, factor)
     return float(np.float32(checked))
 
 
-@user_names(initial_loss_scale="initial_scale", increment_period="growth_interval")
+@user_names(
+    initial_loss_scale="initial_scale",
+    increment_period="growth_interval",
+)
 def tensorflow_dynamic(
     initial_loss_scale: float = 2.0**15,
     increment_period: int = 2000,
@@ -86,7 +96,7 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
-    factor = _growth_factor("multiplier", multiplier)
+    factor = float(np.float32(_symmetric_factor("multiplier", multiplier)))
     return DynamicLossScale(
         initial_scale=initial_loss_scale,
         growth_interval=increment_period,
@@ -396,7 +406,7 @@ def _symmetric(factor: float, **configuration: Any) -> DynamicLossScale:
     They divide by the factor to back off. XLA compiles that division to a
     multiplication by the reciprocal in float32.
     """
-    growth_factor = _growth_factor("factor", factor)
+    growth_factor = float(np.float32(_symmetric_factor("factor", factor)))
     reciprocal = np.float32(1 / growth_factor)
     return DynamicLossScale(
         growth_factor=growth_factor,
@@ -477,7 +487,7 @@ def deepspeed(
       True
     """
     consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
-    factor = validation.growth_factor("scale_factor", scale_factor)
+    factor = _symmetric_factor("scale_factor", scale_factor)
     return DynamicLossScale(
         initial_scale=init_scale,
         growth_factor=factor,

@@ -19,7 +19,20 @@ from typing import Any, NoReturn
 
 from optax_lossscale._arrays.contexts import DIAGNOSING
 
-_LIBRARIES = ("optax_lossscale", "jax")  # no warning points to their frames
+# Frames of these packages are never the user's line: the user's functions call these
+# packages, and are called by them.
+LIBRARIES = (
+    "einops",
+    "equinox",
+    "flax",
+    "haiku",
+    "haliax",
+    "jax",
+    "jaxtyping",
+    "keras",
+    "optax",
+    "optax_lossscale",
+)
 
 # The user's name for an argument, by the name under which it was passed on
 _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
@@ -49,7 +62,7 @@ def warn(text: str) -> None:
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         module = frame.f_globals.get("__name__", "")
         package = module.partition(".")[0]
-        if package not in _LIBRARIES:
+        if package not in LIBRARIES:
             break
         stack_level += 1
     warnings.warn(text, stacklevel=stack_level)
@@ -61,7 +74,10 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def user_name(name: str) -> str:
-    """The user's name for an argument, as set by `user_names`; by default the same name."""
+    """Returns the user's name for an argument, as set by `user_names`.
+
+    By default, it is the same name.
+    """
     return _USER_NAMES.get().get(name, name)
 
 

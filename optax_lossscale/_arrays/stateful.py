@@ -247,9 +247,10 @@ class Stateful(abc.ABC):
         concrete = [c for c in subclasses if not inspect.isabstract(c)]
         class_of_name = {_config_name(c): c for c in concrete}
         match config:
-            case {"class_name": str(name), "config": arguments, **rest} if not rest:
-                if name in class_of_name:
-                    return construct(class_of_name[name], arguments)
+            case {"class_name": str(name), "config": arguments, **rest} if (
+                name in class_of_name and not rest
+            ):
+                return construct(class_of_name[name], arguments)
         names = ", ".join(sorted(class_of_name))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "

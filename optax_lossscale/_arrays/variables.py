@@ -30,8 +30,9 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    types = tuple(getattr(nnx, name) for name in classes)
-    return isinstance(x, types)
+    # A name is missing while Flax is being imported.
+    types = [getattr(nnx, name, None) for name in classes]
+    return isinstance(x, tuple(filter(None, types)))
 
 
 def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:

@@ -7,7 +7,7 @@ these are `[array]` and a function that puts one array under `"w"`.
 
 `as_program` traces a program. Its inputs are the arrays in the arguments; its results
 are the arrays that changed in NNX objects, followed by those that the function returns.
-`Call.result` rebuilds the changed objects and the function's results from them.
+`Call.to_result` rebuilds the changed objects and the function's results from them.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.tree_util import Partial
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
@@ -35,12 +36,12 @@ class Call(NamedTuple):
 
     # A closed jaxpr. It maps `arrays` to the arrays that the call changed in Flax NNX
     # objects, followed by the arrays that it returned.
-    program: Any
+    program: ClosedJaxpr
     arrays: list[Any]
     is_parameter: list[bool]  # one flag for each of the `arrays`
     # Converts results of the program to what the call returns, and writes the changed
     # arrays into the caller's Flax NNX objects
-    result: Rebuild
+    to_result: Rebuild
 
 
 @contextlib.contextmanager
@@ -53,7 +54,7 @@ def as_program(
 ) -> Iterator[Call]:
     """Traces a call of `fun`, with each array of dtype `low` traced as float32.
 
-    `Call.result` works only inside this context, because Flax NNX recognizes the
+    `Call.to_result` works only inside this context, because Flax NNX recognizes the
     objects of the call only there.
 
     Args:
@@ -76,7 +77,7 @@ def as_program(
             program=program,
             arrays=arrays,
             is_parameter=_are_parameters(inputs, parameters),
-            result=functools.partial(_result, shapes),
+            to_result=functools.partial(_result, shapes),
         )
 
 
@@ -118,7 +119,7 @@ def _of_arrays(
 
 
 def _result(shapes: Any, program_results: Iterable[Any]) -> Any:
-    """Converts results of the program to what the call returns: see `Call.result`.
+    """Converts results of the program to what the call returns: see `Call.to_result`.
 
     `shapes` has the tree structure of what `fun_of_arrays` returns.
     """

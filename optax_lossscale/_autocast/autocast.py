@@ -148,7 +148,7 @@ def autocast(
 
     @contextlib.contextmanager
     def planned(args, kwargs):
-        """Traces a call and plans its program; `call.result` works only inside."""
+        """Traces a call and plans its program; `call.to_result` works only inside."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         # On a TPU the compiler may merge the recomputation with the forward pass,
         # because it recomputes by itself where memory is short.
@@ -169,7 +169,7 @@ def autocast(
                 results = run(plan, call.arrays)
             arrays = list(map(jnp.asarray, results))
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
-            return call.result(astypes(arrays, dtypes))
+            return call.to_result(astypes(arrays, dtypes))
 
     def plan_of_call(*args, **kwargs):
         with planned(args, kwargs) as (_, plan):

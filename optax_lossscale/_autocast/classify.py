@@ -49,6 +49,7 @@ from optax_lossscale._programs.values import (
     is_inexact,
     shape_in,
 )
+from optax_lossscale._programs.versions import AnyJaxpr
 from optax_lossscale._programs.walk import (
     carry_positions,
     first_inner_operand,
@@ -102,7 +103,7 @@ _LARGEST_TERM = 2**8
 
 
 @cached_by_program
-def classify(jaxpr: Any, arguments: Kinds) -> Mapping[Var, Kind]:
+def classify(jaxpr: AnyJaxpr, arguments: Kinds) -> Mapping[Var, Kind]:
     """Returns the kind of each variable of `flat(jaxpr)`, given those of arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)

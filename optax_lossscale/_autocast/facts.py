@@ -16,6 +16,7 @@ from optax_lossscale._autocast.classify import Kind, Kinds, classify
 from optax_lossscale._autocast.uses import BOTH, Use, Uses, uses
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.values import FLOAT32, Atom, dtype_in
+from optax_lossscale._programs.versions import AnyJaxpr
 
 
 class Casting(NamedTuple):
@@ -48,7 +49,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(
-    jaxpr: Any,
+    jaxpr: AnyJaxpr,
     in_dtypes: Sequence[Any],
     in_kinds: Kinds,
     result_uses: Uses,

@@ -49,8 +49,8 @@ class Role(NamedTuple):
 
 
 # Which role an operation computes from the roles of its operands, which all have the
-# same source. The first word is the cell `formula` in the operation's row: "at least"
-# stands for a sum or a maximum, and "choice" for `select_n`.
+# same source. The first word is the cell `formula` in the operation's row: "choice"
+# stands for `select_n`, and "sum" for a reduction.
 _RULES: dict[tuple[str | None, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
@@ -64,12 +64,12 @@ _RULES: dict[tuple[str | None, ...], str] = {
     ("sum", "squares"): "power",
     ("sum", "power"): "power",
     ("over", "power"): "power",
-    ("at least", "power"): "power",
+    ("plus or max", "power"): "power",
     ("choice", "power"): "power",
     ("minus", "power", "squared sum"): "power",
     ("root", "power"): "norm",
     ("over", "norm"): "norm",
-    ("at least", "norm"): "norm",
+    ("plus or max", "norm"): "norm",
     ("choice", "norm"): "norm",
     ("inverse root", "power"): "inverse norm",
     ("times", "inverse norm"): "inverse norm",
@@ -80,7 +80,7 @@ _RULES: dict[tuple[str | None, ...], str] = {
 # For each operation, the smallest and the largest number with which it does not change
 # a role. Such numbers are left out of the lookup in `_RULES`.
 _NEUTRAL_NUMBERS = {
-    "at least": (0, np.inf),
+    "plus or max": (0, np.inf),
     "choice": (1, np.inf),
     "minus": (0, 0),
     "over": (1, np.inf),

@@ -16,8 +16,8 @@ from optax_lossscale._autocast.classify import Kind, Kinds, kinds_inside, kinds_
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import is_rewritten
 from optax_lossscale._autocast.region import Region, Step
-from optax_lossscale._autocast.shown import shown
-from optax_lossscale._autocast.store import store
+from optax_lossscale._autocast.shown import text_of
+from optax_lossscale._autocast.store import regions_of
 from optax_lossscale._autocast.uses import (
     NEITHER,
     Uses,
@@ -28,7 +28,7 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in
-from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.versions import AnyJaxpr, open_jaxpr
 from optax_lossscale._programs.walk import (
     carry_positions,
     first_inner_operand,
@@ -47,11 +47,11 @@ class Plan:
     casting: Casting
 
     def __str__(self) -> str:
-        return shown(self)
+        return text_of(self)
 
 
 def plan_for(
-    jaxpr: Any, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
+    jaxpr: AnyJaxpr, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
 ) -> Plan:
     """Makes the plan for a program that was traced in float32.
 
@@ -75,7 +75,7 @@ def plan_for(
 
 @cached_by_program
 def _plan(
-    jaxpr: Any,
+    jaxpr: AnyJaxpr,
     in_dtypes: Sequence[Any],
     out_dtypes: Sequence[Any],
     kinds: Kinds,
@@ -101,7 +101,7 @@ def _plan(
         casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, in_dtypes, kinds, result_uses, casting)
     rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
-    regions = store(facts, rewritten)
+    regions = regions_of(facts, rewritten)
     return Plan(
         in_dtypes=in_dtypes,
         out_dtypes=out_dtypes,
@@ -141,7 +141,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
 
 def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Kinds, result_uses: Uses
-) -> tuple[list[Any], ...]:
+) -> tuple[list[Any], list[Any], list[Any]]:
     """The dtypes in which values enter and leave the programs in an equation.
 
     Args:

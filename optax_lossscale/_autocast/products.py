@@ -31,7 +31,7 @@ from optax_lossscale._programs.values import (
     is_inexact_dtype,
     shape_in,
 )
-from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
+from optax_lossscale._programs.versions import AnyJaxpr, is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import (
     has_shardings,
     needed_for,
@@ -45,9 +45,8 @@ from optax_lossscale._programs.work import (
 )
 
 SCOPE = "ols.autocast"
-"""The scope in which `autocast` runs programs, and the name of the values it keeps."""
+"""The scope in which `autocast` runs programs."""
 
-_NARROWED = "narrowed"  # the outcome of a narrowed product; all others are reasons
 # Reasons, or advice to add to a reason
 _BY_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
@@ -106,7 +105,7 @@ def is_rewritten(eqn: JaxprEqn) -> bool:
 
 
 @cached_by_program
-def _is_changed(program: Any) -> bool:
+def _is_changed(program: AnyJaxpr) -> bool:
     """Whether a program has products to narrow or replace, or equations to rewrite."""
     return any(
         is_narrowed(eqn) or is_outer_product(eqn) or is_rewritten(eqn)
@@ -121,7 +120,7 @@ def usual_precision() -> Any:
     return eqn.params["precision"]
 
 
-def why_none_is_narrowed(program: Any) -> tuple[str, ...]:
+def why_none_is_narrowed(program: AnyJaxpr) -> tuple[str, ...]:
     """Returns the reasons why no product is narrowed, with advice, each reason once.
 
     There are no reasons if some product is narrowed. Some products never have a reason:
@@ -129,17 +128,17 @@ def why_none_is_narrowed(program: Any) -> tuple[str, ...]:
     without an operand in float32 or float64.
     """
     outcomes = _outcomes(program, usual_precision())
-    if _NARROWED in outcomes:
+    if None in outcomes:
         return ()
-    return outcomes
+    return tuple(filter(None, outcomes))
 
 
 @cached_by_program
-def _outcomes(program: Any, usual: Any) -> tuple[str, ...]:
-    """The outcome of each product in a program, without duplicates.
+def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
+    """Returns the outcome of each product in a program, without duplicates.
 
-    An outcome is `_NARROWED`, or the reason why the product is not narrowed. `usual` is
-    the `usual_precision`.
+    An outcome is None if the product is narrowed, and otherwise the reason why it is
+    not. `usual` is the `usual_precision`.
     """
     distinct = {}
     for eqn in open_jaxpr(program).eqns:
@@ -147,10 +146,10 @@ def _outcomes(program: Any, usual: Any) -> tuple[str, ...]:
     return tuple(distinct)
 
 
-def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str]:
+def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
     """The outcome of an equation that is a product, or of the products inside of it."""
     if is_narrowed(eqn):
-        return [_NARROWED]
+        return [None]
     if is_product(eqn):
         dtypes = dtypes_in(eqn.invars[:2])
         if {FLOAT32, FLOAT64}.isdisjoint(dtypes):
@@ -164,7 +163,7 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str]:
     inside = []
     for program in programs_in(eqn):
         inside += _outcomes(program, usual)
-    if _NARROWED in inside and not may_be_rewritten(eqn):
+    if None in inside and not may_be_rewritten(eqn):
         return [f"{_why_not_rewritten(eqn)} ({_USE_INSIDE})"]
     return inside
 

@@ -25,7 +25,7 @@ from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
-from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
+from optax_lossscale._autocast.products import is_narrowed, is_outer_product
 from optax_lossscale._autocast.region import Dtypes, Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Trait, traits
@@ -38,8 +38,9 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, name_of
 
-# Makes `jax.checkpoint` keep a region's `kept_reductions`, which `_run_region` names
-_SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(SCOPE)
+_KEPT = "ols.autocast.kept"  # the name that `_run_region` gives to `kept_reductions`
+# Makes `jax.checkpoint` keep them
+_SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(_KEPT)
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
@@ -82,13 +83,14 @@ class _Runner:
         function = functools.partial(self._run_region, region)
         if not region.is_recomputed:
             return function
-        # A policy slows down tracing, so a region has one only if it keeps reductions.
-        policy = _SAVE_REDUCTIONS if region.kept_reductions else None
-        recomputed = jax.checkpoint(
-            function, prevent_cse=casting.prevent_cse, policy=policy
-        )
         key = key_of_island(region, casting)
-        return self._islands.setdefault(key, recomputed)
+        if key not in self._islands:
+            # A policy slows down tracing, so a region has one only if it keeps reductions.
+            policy = _SAVE_REDUCTIONS if region.kept_reductions else None
+            self._islands[key] = jax.checkpoint(
+                function, prevent_cse=casting.prevent_cse, policy=policy
+            )
+        return self._islands[key]
 
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
         """Returns a jitted function that runs an inner program.
@@ -126,7 +128,7 @@ class _Runner:
                 operands = list(map(read, eqn.invars, step.operand_dtypes))
                 results = self._run_step(step, operands, region.stores)
                 if not region.kept_reductions.isdisjoint(eqn.outvars):
-                    results = [checkpoint_name(x, SCOPE) for x in results]
+                    results = [checkpoint_name(x, _KEPT) for x in results]
                 values.update(zip(eqn.outvars, results, strict=True))
                 # The casts for storing happen here, so that profiles show this line.
                 for v in eqn.outvars:

@@ -32,7 +32,7 @@ Names = Mapping[Var, str]
 """What each value is called: an argument as in the user's code, any other by number."""
 
 
-def shown(plan: "Plan") -> str:
+def text_of(plan: "Plan") -> str:
     """Returns a plan as text. A plan shared by several steps is shown at the first."""
     return "\n".join(_lines(plan, set()))
 

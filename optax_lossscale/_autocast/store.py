@@ -41,7 +41,7 @@ from optax_lossscale._programs.walk import needed_for, producers_in
 from optax_lossscale._programs.work import is_cheap
 
 
-def store(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
+def regions_of(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
     """Returns the regions of a program, in order; an island may become several.
 
     Args:
@@ -101,19 +101,19 @@ def _regions_of_island(
       repeated: the equations of the program that islands repeat, by their results.
       positions: the position of each equation in the program.
     """
-    computed_here = producers_in(island)
-    stored = {v: live[v] for v in computed_here if v in live}
-    producers = ChainMap(computed_here, repeated)
+    not_stored_yet = producers_in(island)
+    stored = {v: live[v] for v in not_stored_yet if v in live}
     regions = []
     for values in _divided(facts, island, stored):
+        producers = ChainMap(not_stored_yet, repeated)
         needed = needed_for(values, producers)
         eqns = {producers[v] for v in needed if v in producers}
         in_order = sorted(eqns, key=positions.__getitem__)
         stores = {v: stored[v] for v in values}
         regions.append(region_of_island(facts, in_order, stores))
-        # The next regions of the island read what this one stores.
+        # Later regions of the island read what this one stores, and do not compute it.
         for v in values:
-            del computed_here[v]
+            del not_stored_yet[v]
     return regions
 
 

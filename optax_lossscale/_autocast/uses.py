@@ -16,7 +16,6 @@ and an equation that may be rewritten reads what the programs in it read.
 
 import enum
 from collections.abc import Mapping
-from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -29,6 +28,7 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import RUNS_AS_STORED, Trait, traits
 from optax_lossscale._programs.values import Atom, size_of, variables
+from optax_lossscale._programs.versions import AnyJaxpr
 from optax_lossscale._programs.walk import (
     carry_positions,
     first_inner_operand,
@@ -54,7 +54,7 @@ Uses = tuple[Use, ...]
 
 
 @cached_by_program
-def uses(jaxpr: Any, result_uses: Uses) -> Mapping[Var, Use]:
+def uses(jaxpr: AnyJaxpr, result_uses: Uses) -> Mapping[Var, Use]:
     """Returns the use of each value, given the uses of the program's results."""
     program = flat(jaxpr)
     depth = depths(program)

@@ -12,7 +12,9 @@ its own. `flat` inlines short programs, and `all_flat` inlines all of them.
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from optax_lossscale._programs.versions import AnyJaxpr
 
 Result = TypeVar("Result")
 
@@ -27,12 +29,12 @@ def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     A result is freed together with its program. It may refer to parts of the program,
     but not to the program itself: the cache would then keep the program alive forever.
     """
-    results_by_program: weakref.WeakKeyDictionary[Any, dict[Hashable, Result]] = (
+    results_by_program: weakref.WeakKeyDictionary[AnyJaxpr, dict[Hashable, Result]] = (
         weakref.WeakKeyDictionary()
     )
 
     @functools.wraps(function)
-    def cached(program: Any, *args: Hashable) -> Result:
+    def cached(program: AnyJaxpr, *args: Hashable) -> Result:
         results = results_by_program.setdefault(program, {})
         if args not in results:
             results[args] = function(program, *args)

@@ -16,7 +16,12 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import shape_in
-from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
+from optax_lossscale._programs.versions import (
+    AnyJaxpr,
+    argument_names,
+    constants,
+    open_jaxpr,
+)
 from optax_lossscale._programs.walk import has_shardings, programs_in
 
 _MAX_INLINED = 100  # equations; a longer program stays a call
@@ -33,7 +38,7 @@ class Flat(NamedTuple):
 
 
 @cached_by_program
-def flat(program: Any) -> Flat:
+def flat(program: AnyJaxpr) -> Flat:
     """Inlines the calls of a program that `autocast` need not treat as calls.
 
     Long `jit`s, `jit`s with shardings, checkpoints, and functions with custom
@@ -43,12 +48,14 @@ def flat(program: Any) -> Flat:
 
 
 @cached_by_program
-def all_flat(program: Any) -> Flat:
+def all_flat(program: AnyJaxpr) -> Flat:
     """Inlines every call of a program, even checkpoints and custom derivatives."""
     return _flattened(program, _callee)
 
 
-def _flattened(program: Any, callee_to_inline: Callable[[JaxprEqn], Any]) -> Flat:
+def _flattened(
+    program: AnyJaxpr, callee_to_inline: Callable[[JaxprEqn], AnyJaxpr | None]
+) -> Flat:
     """Inlines calls: `callee_to_inline` returns the program of an equation, or None.
 
     None keeps the equation as it is.
@@ -116,14 +123,14 @@ def _at_call(eqn: JaxprEqn, call_source: Any) -> JaxprEqn:
     return eqn.replace(source_info=source)
 
 
-def _callee(eqn: JaxprEqn) -> Any:
+def _callee(eqn: JaxprEqn) -> AnyJaxpr | None:
     """The program that an equation calls, such as that of a `jit`, or None."""
     if Trait.CALLS not in traits(eqn):
         return None
     return programs_in(eqn)[0]
 
 
-def _short_callee(eqn: JaxprEqn) -> Any:
+def _short_callee(eqn: JaxprEqn) -> AnyJaxpr | None:
     """The program of a `jit` or similar call if it is short, or None.
 
     If `f` calls `g` twice, `g` calls `h` twice, and so on, then inlining every call
@@ -136,7 +143,7 @@ def _short_callee(eqn: JaxprEqn) -> Any:
 
 
 @cached_by_program
-def _flat_length(program: Any) -> int:
+def _flat_length(program: AnyJaxpr) -> int:
     """How many equations a program has once `flat` has inlined its short calls."""
     length = 0
     for callee in map(_short_callee, open_jaxpr(program).eqns):

@@ -12,18 +12,7 @@ import sys
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-# Frames of these packages are never the user's line: the user's functions call these
-# packages, and are called by them.
-_FRAMEWORKS = (
-    "einops",
-    "equinox",
-    "flax",
-    "haiku",
-    "haliax",
-    "keras",
-    "optax",
-    "optax_lossscale",
-)
+from optax_lossscale._arrays.messages import LIBRARIES
 
 
 def users_line(eqn: JaxprEqn) -> str:
@@ -33,7 +22,7 @@ def users_line(eqn: JaxprEqn) -> str:
     may not store the frames of its callers. So an equation in a jitted helper of JAX or
     Flax may have no line of the user's.
     """
-    folders = map(_package_folder, _FRAMEWORKS)
+    folders = map(_package_folder, LIBRARIES)
     imported = tuple(folder for folder in folders if folder)
     for frame in reversed(_frames(eqn)):
         if not frame.startswith(imported):

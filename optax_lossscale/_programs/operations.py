@@ -148,10 +148,17 @@ class Row(NamedTuple):
 
 
 def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
-    """Builds a row from the names of traits and of the parameters that hold programs."""
+    """Builds a row from the names of traits and of the parameters that hold programs.
+
+    Traits that follow from others are added.
+    """
     traits = Trait(0)
     for name in trait_names.split():
         traits |= Trait[name]
+    if Trait.SELECTS in traits:
+        traits |= Trait.MOVES
+    if Trait.PLACES in traits:
+        traits |= Trait.CHOOSES
     return Row(traits, programs=tuple(programs.split()), **cells)
 
 
@@ -170,7 +177,7 @@ one that it cannot look into.
 _ROWS = {
     # Moves numbers
     "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),
-    "dynamic_slice slice split unstack": _row("MOVES CHEAP SELECTS"),
+    "dynamic_slice slice split unstack": _row("SELECTS CHEAP"),
     "name": _row("MOVES NAMES"),
     "optimization_barrier": _row("MOVES"),
     "reshard sharding_constraint": _row("MOVES SENDS"),
@@ -186,17 +193,17 @@ _ROWS = {
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
     ): _row("CHOOSES CHEAP"),
-    "broadcast_in_dim concatenate stack tile": _row("PLACES CHOOSES CHEAP"),
-    "convert_element_type": _row("PLACES CHOOSES CASTS CHEAP"),
+    "broadcast_in_dim concatenate stack tile": _row("PLACES CHEAP"),
+    "convert_element_type": _row("PLACES CASTS CHEAP"),
     "cummax cummin sort top_k": _row("CHOOSES"),
-    "gather": _row("PLACES CHOOSES GATHERS CHEAP"),
-    "max": _row("CHOOSES CHEAP", formula="at least"),
-    "pad": _row("PLACES CHOOSES CHEAP FILLS"),
+    "gather": _row("PLACES GATHERS CHEAP"),
+    "max": _row("CHOOSES CHEAP", formula="plus or max"),
+    "pad": _row("PLACES CHEAP FILLS"),
     "pvary": _row("SPREADS CHOOSES CHEAP VARIES"),
     "reduce_max reduce_min": _row("CHOOSES CHEAP REDUCES"),
     "select_n": _row("CHOOSES CHEAP FILLS", formula="choice"),
     # Sums
-    "add": _row("ADDS_TWO CHEAP", formula="at least"),
+    "add": _row("ADDS_TWO CHEAP", formula="plus or max"),
     "add_any": _row("ADDS_TWO CHEAP"),
     "cumsum": _row("ADDS_MANY", terms="axis"),
     "reduce": _row("ADDS_MANY", terms="dimensions"),

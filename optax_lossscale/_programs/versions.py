@@ -5,22 +5,26 @@ this file reads the attributes that differ between the supported releases. A com
 `since jax …` or `before jax …` names the release of a change where it is known. (An
 operation that only some releases have is listed in `operations.py` like any other.)
 
-A function with an argument `jaxpr` accepts an open one (`jax.extend.core.Jaxpr`) or a
-closed one, which also holds the values of its constants. Equations may hold either.
+A jaxpr is open (`jax.extend.core.Jaxpr`), or closed, and then it also holds the values
+of its constants. Equations may hold either, so functions accept either: `AnyJaxpr`.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+AnyJaxpr = Jaxpr | ClosedJaxpr
+"""A program: a jaxpr, open or closed."""
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """The jaxpr that a closed jaxpr wraps, or an open one itself."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return opened
 
 
-def constants(jaxpr: Any) -> Sequence[Any]:
+def constants(jaxpr: AnyJaxpr) -> Sequence[Any]:
     """The values of a closed jaxpr's `constvars`, in order; empty for an open one."""
     return getattr(jaxpr, "consts", ())
 
@@ -35,7 +39,7 @@ def is_ref(v: Any) -> bool:
     return hasattr(v.aval, "inner_aval")
 
 
-def argument_names(jaxpr: Any) -> Sequence[str]:
+def argument_names(jaxpr: AnyJaxpr) -> Sequence[str]:
     """The names of a jaxpr's arguments in the traced function; empty if unknown."""
     jaxpr = open_jaxpr(jaxpr)
     names = jaxpr.debug_info.arg_names or ()

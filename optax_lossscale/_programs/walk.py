@@ -25,6 +25,7 @@ from jax.extend.core import JaxprEqn, Var
 from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import (
+    AnyJaxpr,
     is_program,
     name_of,
     open_jaxpr,
@@ -33,7 +34,7 @@ from optax_lossscale._programs.versions import (
 )
 
 
-def programs_in(eqn: JaxprEqn) -> list[Any]:
+def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """The programs that an equation holds and runs, in the order in which they run.
 
     Raises:
@@ -56,7 +57,7 @@ def programs_in(eqn: JaxprEqn) -> list[Any]:
     return programs
 
 
-def result_programs(eqn: JaxprEqn) -> list[Any]:
+def result_programs(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """The programs that compute the results of an equation that `enter` can run.
 
     These are all of its programs, except for the condition of a `while`, which only
@@ -123,4 +124,5 @@ def has_shardings(eqn: JaxprEqn) -> bool:
 def _parameter(params: dict[str, Any], name: str) -> Any:
     """Looks up a parameter; `jaxprs.solve` is the attribute `solve` of `jaxprs`."""
     name, _, attribute = name.partition(".")
-    return getattr(params[name], attribute) if attribute else params.get(name)
+    parameter = params.get(name)
+    return getattr(parameter, attribute, None) if attribute else parameter

@@ -12,7 +12,6 @@ operations: the cell `terms` in an operation's row in `operations.py` says how.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax import lax
@@ -21,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import lengths_of, shape_in
-from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.versions import AnyJaxpr, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
 
@@ -54,7 +53,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 @cached_by_program
-def _is_cheap_program(program: Any) -> bool:
+def _is_cheap_program(program: AnyJaxpr) -> bool:
     return all(map(is_cheap, open_jaxpr(program).eqns))
 
 

@@ -14,8 +14,7 @@ compiler puts them into separate buffers, and copies them from there. On TPU, it
 the same with the updates that `update` returns. A select needs no copy, because it is
 fused into the kernel that computes the result.
 
-Everything that is said about GPU and TPU, here and in comments of other files, comes
-from reading compiled programs, not from timing them.
+What this file says about GPU and TPU was read from compiled programs, and not timed.
 """
 
 from functools import partial

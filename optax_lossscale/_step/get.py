@@ -33,7 +33,13 @@ from optax_lossscale._step.nesting import (
 from optax_lossscale._step.state import check_no_stack, loss_scales_in
 
 LossScaleLike = (
-    LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
+    LossScale
+    | float
+    | np.number
+    | jax.Array
+    | Literal["dynamic", "headroom"]
+    | dict[str, Any]
+    | None
 )
 
 _REMEDY_FOR_SEVERAL = (
@@ -97,7 +103,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return LossScale.from_config(identifier)
     if validation.python_number(identifier) is not None:
         with messages.user_names(loss_scale="scale"):
-            return FixedLossScale(identifier)
+            return FixedLossScale(identifier)  # pyrefly: ignore[bad-argument-type]
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
@@ -146,7 +152,7 @@ def _remedy_for_none(state: Any) -> str:
     """Returns advice for a state in which no loss scale is found."""
     if find_nodes(lambda x: is_of_nnx(x, "State"), state):
         return (
-            "A state of nnx.split does not say what is a loss scale: call nnx.merge "
+            "A state from nnx.split does not say what is a loss scale: call nnx.merge "
             "first, and pass the optimizer."
         )
     return (

@@ -233,9 +233,9 @@ def _check_no_modules(tree: Any) -> None:
     if modules:
         raise TypeError(
             f"{type(modules[0]).__name__} is an nnx.Module, whose batch statistics and "
-            "random streams jax.grad would lose. Differentiate with nnx.value_and_grad "
-            "a loss function that returns scale_gradient(loss, optimizer); or take the "
-            "parameters out, graphdef, params, rest = nnx.split(model, nnx.Param, "
-            "...), and differentiate a function of them that calls "
+            "random streams jax.grad would lose. Use nnx.value_and_grad on a loss "
+            "function that returns scale_gradient(loss, optimizer). Or take the "
+            "parameters out: graphdef, params, rest = nnx.split(model, nnx.Param, "
+            "...). Then differentiate a function of params that calls "
             "nnx.merge(graphdef, params, rest)"
         )

@@ -93,8 +93,8 @@ def prepare(
     if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
-            "optax.multi_transform, which pass the gradients of all other parameters "
-            "on as they are, scaled: wrap the whole of it, as in "
+            "optax.multi_transform, which would leave the gradients of all other "
+            "parameters scaled: wrap the whole of it, as in "
             "with_loss_scale(optax.masked(inner, mask))"
         )
     check_arrays("the gradients", grads)
@@ -115,12 +115,12 @@ def check_arrays(name: str, tree: Any) -> None:
         if not is_array_leaf(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at "
-                f"{path_name(path)}, which is not an array. Take the arrays out of a "
-                "model that holds other things: in Equinox, params, static = "
-                "eqx.partition(model, eqx.is_inexact_array), and differentiate a "
-                "function of params that calls eqx.combine(params, static); or use "
-                "eqx.filter_value_and_grad on a loss that is scale_gradient(loss, "
-                "state)"
+                f"{path_name(path)}, which is not an array. Take the arrays out of the "
+                "model. In Equinox: params, static = "
+                "eqx.partition(model, eqx.is_inexact_array). Differentiate a "
+                "function of params that calls eqx.combine(params, static). Or use "
+                "eqx.filter_value_and_grad on a function that returns "
+                "scale_gradient(loss, state)"
             )
 
 
@@ -156,6 +156,6 @@ def _check_fit(grads: Any, params: Any) -> None:
         if is_inexact_leaf(param) and not is_inexact_leaf(grad):
             raise ValueError(
                 "the gradient of a floating-point parameter must have a floating-point "
-                f"dtype, as integers are not unscaled; got {dtype_of(grad)} at "
+                f"dtype, because integers are not unscaled; got {dtype_of(grad)} at "
                 f"{path_name(path)}"
             )

@@ -38,9 +38,9 @@ def check_scalar(name: str, x: Any) -> None:
     """Raises a `TypeError` unless `x` is a real number of shape ()."""
     if not is_real(x):
         raise TypeError(
-            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or "
-            "of several losses in a dict, pass the loss alone; if a function returns "
-            "the pair, set has_aux=True"
+            f"{name} must be a real number, got {shown(x)}. Instead of a pair (loss, "
+            "aux), or of several losses in a dict, pass the loss alone. If a function "
+            "returns the pair, set has_aux=True"
         )
     shape = np.shape(x)
     if shape:
@@ -85,7 +85,7 @@ def check_keywords(
     for name in reserved:
         if name in signature.parameters and name not in bound:
             raise TypeError(
-                f"{name} is an argument of this call, and one of the function's own, "
-                "which would not get it: bind the latter, as in "
+                f"{name} is an argument of this call, so the function's own argument "
+                "of that name would not receive it. Bind that one: "
                 f"functools.partial(function, {name}=…)"
             )

@@ -37,26 +37,28 @@ def with_master_weights(
     Most updates are smaller than half the distance from a parameter to the next 16-bit
     number, so adding them to the parameter would change nothing. Therefore the state
     stores a *remainder*, which is what a 16-bit parameter lacks to be a float32 number.
-    `inner` updates the float32 numbers, and the returned updates lead from the
-    parameters to the rounded results::
+    `inner` updates the float32 numbers, and the updates that the wrapper returns turn
+    the parameters into the rounded results::
 
         weights = join(params, remainder)
         new_params, remainder = split(weights + inner's updates)
         updates = new_params - params
 
     For bfloat16 parameters, `remainder` is the 16 further bits of each float32 number.
-    It takes half the memory of a float32 copy, and training is the same to the bit,
-    except for subnormal numbers and numbers beyond the largest bfloat16. (Ties are
-    rounded away from zero, so that 16 bits are enough.) For float16 parameters, whose
-    range is smaller, `remainder` is a float32 copy. `optax.apply_updates(params,
-    updates)` is exact wherever float32 can represent the difference.
+    It takes half the memory of a float32 copy, and each step recovers the float32
+    numbers bit for bit, except for those that round to zero or to infinity. A parameter
+    may differ in its last place from what `astype` would give: ties are rounded away
+    from zero, because with ties to even, 16 bits would not be enough. For float16
+    parameters, whose range is smaller, `remainder` is a float32 copy.
+    `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
+    difference.
 
     A program may change its parameters between steps. A float16 parameter that is no
     longer the rounded copy replaces the copy; a bfloat16 parameter keeps its 16 further
     bits.
 
-    *Nothing may come after it* and change its updates, because that would change where
-    the parameters end up. Pass it the whole optimizer,
+    *It must come last.* A transformation after it would change its updates, and so the
+    rounded parameters. Pass it the whole optimizer,
     `with_loss_scale(with_master_weights(optax.chain(…)))`. If one of Optax's
     transformations comes after it, the `init` of `with_loss_scale` around it raises an
     error, and so does `value_and_scaled_grad` of such a state. But if one of your own

@@ -28,12 +28,11 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: the remainders, a tree like the parameters. A remainder is stored
-        beside a 16-bit parameter to recover the float32 number that is trained. For a
-        bfloat16 parameter, it is the 16 further bits of that number, a uint16 array.
-        For a float16 parameter, it is the float32 number itself. For every other
-        parameter, it is `optax.MaskedNode()`. To get the float32 numbers, call
-        `weights`.
+      master_weights: the remainders, a tree like the parameters: what each 16-bit
+        parameter lacks to be the float32 number that is trained. To get the float32
+        numbers, call `weights`. For a bfloat16 parameter, the remainder is the 16
+        further bits of that number, a uint16 array. For a float16 parameter, it is the
+        float32 number itself. For every other parameter, it is `optax.MaskedNode()`.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """

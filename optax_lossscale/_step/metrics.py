@@ -40,7 +40,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       - `skipped_steps`, `consecutive_skipped_steps`: int32.
       - The other public state of the loss scale: for a `DynamicLossScale`,
         `growth_counter`, the finite steps in a row since the last growth, and
-        `hysteresis_left`.
+        `hysteresis_left`, the non-finite steps left until a back-off; int32.
       - With a skip rule, `gradient_norm`: the global norm of the last step's unscaled
         gradients, infinite if the step was not finite; float32.
       - With a skip rule, `skipped_by_rule`: how many steps the rule skipped although

@@ -38,7 +38,7 @@ _BELONG_INSIDE = {
     ),
     "ApplyIfFiniteState": (
         "apply_if_finite",
-        "hides overflows from it, so they never lower it",
+        "hides overflows from it, so the loss scale never falls",
     ),
     "MechanicState": (
         "contrib.mechanize",
@@ -70,8 +70,8 @@ def check_wrappers_are_inside(state: Any) -> None:
     if states_around:
         name, harm = _BELONG_INSIDE[type(states_around[0]).__name__]
         raise ValueError(
-            f"optax.{name} around with_loss_scale {harm}: put it inside, where "
-            "gradients are unscaled and finite, as in "
+            f"optax.{name} around with_loss_scale {harm}. Put it inside, where "
+            "gradients are unscaled and finite: "
             f"with_loss_scale(optax.{name}(inner, …))"
         )
 
@@ -107,7 +107,7 @@ def check_master_weights_are_last(state: Any) -> None:
 def _not_last(fault: str) -> ValueError:
     """Builds the error for a transformation around or after `with_master_weights`."""
     return ValueError(
-        f"with_master_weights {fault} its updates: give it the whole optimizer, as in "
+        f"with_master_weights {fault} its updates. Give it the whole optimizer: "
         "with_loss_scale(with_master_weights(optax.chain(…)))"
     )
 

@@ -77,7 +77,7 @@ def check_state(state: Any) -> None:
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or "
-            f"its last step returned, got a {type(state).__name__}; the order of the "
+            f"its last step returned, got a {type(state).__name__}. The order of the "
             "arguments is gradients, state, params"
         )
     dtype = dtype_of(state.should_apply)
@@ -96,8 +96,8 @@ def check_no_stack(scalar: Any) -> None:
     shape = np.shape(scalar)
     if shape:
         raise ValueError(
-            f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap: "
-            "take the whole step under that vmap or pmap, too, as in "
+            f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap. "
+            "Take the whole step under that vmap or pmap, too: "
             "vmap(train_step)(params, state, batch)"
         )
 
@@ -144,8 +144,8 @@ def check_inner_dtypes(
         if is_narrow_leaf(x) and dtype.itemsize < initial_dtype.itemsize:
             raise ValueError(
                 f"the inner state holds {dtype} where it needs {initial_dtype}, at "
-                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, "
-                "and small numbers would underflow in it. Cast it once: "
-                "state._replace(inner_state=optax.tree.cast_like(restored, "
-                "state.inner_state)), with the state of init"
+                f"{path_name(path)}. It comes from an optimizer of 16-bit parameters, "
+                "and small numbers would underflow in it. Cast it once: state = "
+                "tx.init(params), then state._replace(inner_state=optax.tree.cast_like("
+                "restored, state.inner_state))"
             )

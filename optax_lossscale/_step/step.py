@@ -84,7 +84,7 @@ class ScaledStep:
         if loss_scale_states_in(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see "
-                "its gradients divided by the loss scale twice: wrap the whole "
+                "its gradients divided by the loss scale twice. Wrap the whole "
                 "optimizer, once"
             )
         check_master_weights_are_last(inner_state)
@@ -111,7 +111,9 @@ class ScaledStep:
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
-            value = extra_args.get("loss")  # its name in MaxText and Levanter
+            # MaxText and Levanter pass the loss under this name. Without a rule it is
+            # not looked at, because it may then be anything.
+            value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)
         should_apply, new_state = decide_step(

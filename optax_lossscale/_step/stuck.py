@@ -16,8 +16,9 @@ from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import LossScaleState, loss_scale_state_or_none
 
 _NOT_FINITE = "gradients or losses were not finite"
+_NOT_JUDGED = f"gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
 _DIAGNOSE = (
-    "A skipped step has left everything as it was: "
+    "A skipped step has left the parameters as they were: "
     "run print(ols.diagnose(loss_fn, params, batch))"
 )
 _LOWER_FLOOR = (
@@ -46,7 +47,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
       max_consecutive_skips: how many steps in a row may be skipped. It is also a skip
         rule's budget: each step that the rule skips, in a row or not, takes 1 from it,
-        and every 20 applied steps put 1 back.
+        and every 20 applied steps with a norm other than 0 put 1 back.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`; if more than
@@ -85,14 +86,16 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
             remedies.append(_LOWER_FLOOR)
     elif wrapper_state is not None:
         reason = _too_many_skips(wrapper_state, max_skips)
-        if wrapper_state.skip_rule is not None:
+        rule = wrapper_state.skip_rule
+        if rule is not None and rule.skipped_by_rule:
             remedies.append(_RESTART_RULE)
     if reason is None:
         return
     sentences = [reason]
     if wrapper_state is not None:
-        in_a_row = wrapper_state.consecutive_skipped_steps
-        sentences.append(f"Steps skipped in a row: {in_a_row}")
+        sentences.append(
+            f"Steps skipped in a row: {wrapper_state.consecutive_skipped_steps}"
+        )
     sentences += remedies
     raise LossScaleError(". ".join(sentences))
 
@@ -107,17 +110,20 @@ def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
         )
     if state.consecutive_skipped_steps <= max_skips:
         return None
-    reason = f"{_NOT_FINITE}; the loss scale is {state.loss_scale():g}"
+    scale = f"; the loss scale is {state.loss_scale():g}"
     if rule is None:
-        return reason
-    return f"{reason}. Or {type(rule).__name__} skipped the steps. {_last_step(rule)}"
+        return _NOT_FINITE + scale
+    reason = _NOT_JUDGED + scale
+    if rule.skipped_by_rule:
+        reason += f". Or {type(rule).__name__} skipped the steps"
+    return f"{reason}. {_last_step(rule)}"
 
 
 def _last_step(rule: SkipRule) -> str:
     """Describes the gradients of the last step, whether or not the rule skipped it."""
     if np.isfinite(rule.gradient_norm):
         return f"At the last step, gradients had a norm of {rule.gradient_norm:g}"
-    return f"At the last step, gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
+    return f"At the last step, {_NOT_JUDGED}"
 
 
 def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> None:

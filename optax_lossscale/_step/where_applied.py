@@ -71,7 +71,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
     if set(variable_ids(old)) & set(variable_ids(new)):
         raise ValueError(
             "old holds the same variables as new, which the step has changed in "
-            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
+            "place. Copy them before the step: old = nnx.clone(nnx.state(model, "
             "nnx.BatchStat))"
         )
 
@@ -112,5 +112,5 @@ def _check_fits(old: jax.Array, new: jax.Array, name: str) -> None:
     if not fits:
         raise TypeError(
             f"new has {new.dtype} where old has {old.dtype}, at {name}, which does not "
-            f"hold all of its numbers: let old begin with {new.dtype}"
+            f"hold all of its numbers. Make old {new.dtype} from the start"
         )

@@ -105,8 +105,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which "
-                "was replaced: call updates, state = tx.update(scaled_grads, state, "
-                "params) and optax.apply_updates(params, updates) instead"
+                "was replaced: instead, call updates, state = tx.update(scaled_grads, "
+                "state, params), then optax.apply_updates(params, updates)"
             )
         if params is None:
             raise ValueError(
@@ -201,10 +201,10 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         "the order of the arguments is minimize(loss_fn, state, params, …), got "
         f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
         "loss that it returned; the state is the one that tx.init(params) or the last "
-        "step returned, not the optimizer or train state around it. An optimizer "
-        "around this one takes the step itself: an nnx.Optimizer by optimizer.update(model, "
-        "scaled_grads, value=loss), with the gradients of scale_gradient(loss, "
-        "optimizer)"
+        "step returned, not the optimizer or train state around it. With an "
+        "nnx.Optimizer around it, do not call minimize: let the loss function return "
+        "scale_gradient(loss, optimizer), and call optimizer.update(model, "
+        "scaled_grads, value=loss)"
     )
 
 
@@ -257,9 +257,9 @@ def with_loss_scale(
         their parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped. `"cond"` uses a `lax.cond`, and `"select"` a select
-        in each kernel that computes a result. None chooses the one that avoids copies
-        on the platform: `"cond"` on CPU, `"select"` on GPU and TPU. Outside `jit`,
-        `"cond"` and None branch in Python.
+        in each kernel that computes a result. None chooses `"cond"` on CPU, and
+        `"select"` on GPU and TPU, where compiled programs show copies after a
+        conditional (not timed). Outside `jit`, `"cond"` and None branch in Python.
       skip: which steps to skip:
 
         - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not
@@ -268,8 +268,9 @@ def with_loss_scale(
         - A rule from `skips`: the same steps, and finite steps that the rule judges to
           be spikes. The rule receives the global norm of the unscaled gradients that
           `mask` keeps, and the loss, passed as `value` or, as in MaxText and Levanter,
-          as `loss`. (Without a rule, `loss` is ignored.) A spike does not change the
-          loss scale, as if there had been no step. A step whose norm is 2**64 or more,
+          as `loss`. (`inner` then receives this loss as `value`, too. Without a rule,
+          it receives it as `loss` only.) A spike does not change the loss scale, just
+          as if the step had not been taken. A step whose norm is 2**64 or more,
           infinite in float32, is skipped in the same way, but does not count as skipped
           by the rule.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The

@@ -6,11 +6,13 @@ import functools
 import inspect
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_float32 import assert_close, normal, products
+from flax import nnx
 from jax import lax
 from jax.extend.core import Literal
 
@@ -398,6 +400,14 @@ def test_it_warns_once_where_every_product_is_left_in_float32(fun, text):
     ols.autocast(lambda w, x: fun(w, x) @ w)(P["w"], X)
     with pytest.warns(UserWarning, match=text):
         products(ols.autocast(fun), P["w"], X)
+
+
+@pytest.mark.parametrize("jit", [eqx.filter_jit, nnx.jit])
+def test_a_warning_points_to_the_users_line_and_not_into_a_framework(jit):
+    fun = ols.autocast(lambda w: jnp.ones((4, len(w)), jnp.int32) @ w)
+    with pytest.warns(UserWarning, match="leaves every matrix product") as found:
+        jit(fun)(P["w"])
+    assert {warning.filename for warning in found} == {__file__}
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.grad])

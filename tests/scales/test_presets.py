@@ -447,3 +447,16 @@ def test_a_strategy_of_ones_own_trains_and_has_a_config():
     assert state.skipped_steps == 2
     ls = EverySecondOverflow(initial_scale=8.0, incr_every_n_steps=3)
     assert ols.get(json.loads(json.dumps(ls.get_config()))) == ls
+
+
+@pytest.mark.parametrize(
+    ("preset", "factor"),
+    [("tensorflow_dynamic", "multiplier"), ("deepspeed", "scale_factor")],
+)
+def test_a_factor_whose_reciprocal_is_subnormal_is_refused_by_its_own_name(
+    preset, factor
+):
+    with pytest.raises(
+        ValueError, match=rf"^{factor} must be a number from 1 to 2\*\*126"
+    ):
+        getattr(presets, preset)(**{factor: 1e38})

@@ -106,6 +106,14 @@ def test_overflows_and_spikes_in_a_row_are_both_named():
         ols.raise_if_stuck(state, max_consecutive_skips=5)
 
 
+def test_a_rule_that_skipped_nothing_is_neither_blamed_nor_restarted():
+    tx = ols.with_loss_scale(optax.sgd(0.1), skip=ols.skips.megatron(1.0))
+    with pytest.raises(ols.LossScaleError, match="not finite") as error:
+        ols.raise_if_stuck(after(tx, *[NAN] * 4), max_consecutive_skips=3)
+    assert "ThresholdSkipRule" not in str(error.value)
+    assert "restart the rule" not in str(error.value)
+
+
 def test_skips_in_a_row_by_a_rule_alone_are_laid_to_it():
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
     state = after(tx, *[5 * PARAMS] * 4)
