@@ -44,9 +44,9 @@ def varying_axes(x: jax.Array) -> frozenset:
 def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which a program that was traced with these arrays can run.
 
-    On other arrays, the program needs the mesh of these if that has explicit axes, so
-    the context sets it. If a mesh is already set, or if no array of the tree has such a
-    mesh, the context does nothing.
+    A program that was traced with arrays on a mesh with explicit axes can run on other
+    arrays only while that mesh is set. If one of these arrays lies on such a mesh, the
+    context sets it. If none does, or if a mesh is set already, the context does nothing.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):

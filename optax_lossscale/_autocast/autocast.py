@@ -72,8 +72,8 @@ def autocast(
     stored in 16 bits. Second, operations that move the result of a product move 16
     bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
     overflow. The backward pass recomputes the intermediates between two products
-    instead of keeping them. All this takes about as much memory as a model written in
-    float16 by hand.
+    instead of keeping them. So it keeps values in 16 bits, as in a model that is
+    written in float16 by hand.
 
     A product with `precision=jax.lax.Precision.HIGHEST` (`HIGH` is not enough), or
     under `jax.default_matmul_precision("highest")`, is left unchanged. So are all
@@ -84,8 +84,8 @@ def autocast(
     `autocast` also runs the products inside of `jit`, `scan`, `cond`, `jax.checkpoint`,
     `shard_map`, `custom_vjp` and `custom_jvp` in 16 bits. It leaves the rule of a
     `custom_jvp` unchanged if the function has no product. It changes a `while_loop`
-    only if the loop's condition depends on integers alone, and is one flag instead of
-    one for each example of a `vmap`. `autocast` works for training, evaluation and
+    only if the loop's condition depends on integers and booleans alone, and is one flag
+    instead of one for each example of a `vmap`. `autocast` works for training, evaluation and
     derivatives of any order. Call it under `jit`: otherwise every call traces and plans
     the function again.
 
@@ -95,16 +95,19 @@ def autocast(
         its arguments. Without `fun`, `autocast` is a decorator:
         `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters, if any do. The sum of a
-        product's result and a parameter, such as a bias, is stored in 16 bits between
-        products. Other sums stay in float32: those with other float32 arguments, with
-        parameters passed by keyword, or with a value multiplied by a parameter of shape
-        (), such as a step size. So list only parameters, and only those with numbers of
-        ordinary magnitude. A recurrent state, or weights that inner steps update, would
-        lose digits in 16 bits; a mask of -1e9 or statistics of 1e5 would become
-        infinite. In Flax NNX, the parameters are the `nnx.Param`s among the arguments
-        and no other variables, whatever `argnums` says. In any other module that
-        `argnums` lists, every array counts as a parameter.
+      argnums: which positional arguments hold the parameters, if any do. It matters for
+        sums: a product's result plus a parameter, such as a bias, is stored in 16 bits
+        between products, while a product's result plus any other float32 argument stays
+        in float32.
+
+        So list only parameters, with numbers of ordinary magnitude. In a listed
+        argument, a mask of -1e9 or statistics of 1e5 would become infinite; a recurrent
+        state, or weights that inner steps update, would lose digits.
+
+        Parameters that are passed by keyword do not count, nor do values multiplied by
+        a parameter of shape (), such as a step size. In Flax NNX, the parameters are
+        the `nnx.Param`s among the arguments, whatever `argnums` says. In any other
+        module that `argnums` lists, every array counts as a parameter.
 
     Returns:
       A function of the same arguments. It treats an argument in `dtype` as float32: its

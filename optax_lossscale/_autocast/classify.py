@@ -227,7 +227,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     """The kinds that an equation's operands have in the programs that it holds.
 
     They are the kinds that the operands have outside, except for the carry of a loop:
-    the kind of the carry has to be true in every round.
+    the kind of the carry has to be true in every iteration.
     """
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
@@ -241,8 +241,8 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     earlier = []
     while inner != earlier:
         earlier = list(inner)
-        # If a round returns a carry that needs float32, every round has to read it in
-        # float32. The carry comes first among the results of a round.
+        # If an iteration returns a carry that needs float32, every iteration has to
+        # read it in float32. The carry comes first among the results.
         for results in _kinds_of_programs(eqn, inner):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:

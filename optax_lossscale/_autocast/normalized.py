@@ -22,8 +22,8 @@ is the variance of `x`.
 
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have
-any size. No common model does that. If one does and 16 bits overflow, the loss scale
-shows it.
+any size. We know of no model that does that. In one that does, float16 may overflow,
+which the loss scale detects, and bfloat16 may lose digits.
 """
 
 from collections.abc import Mapping, Sequence

@@ -163,14 +163,14 @@ def _dtypes_of(
     out_dtypes = [facts.dtypes[v] for v in eqn.outvars]
     carried = carry_positions(eqn)
     if Trait.SCANS in traits(eqn):
-        # Every round reads the constants, so their gradients are sums over the rounds.
-        # For these sums, constants that were traced in float32 stay in float32.
+        # Every iteration reads the constants, so their gradients are sums over the
+        # iterations. For these sums, constants traced in float32 stay in float32.
         constants = eqn.invars[: carried.start]
         in_dtypes[: carried.start] = dtypes_in(constants)
     operand_dtypes = list(in_dtypes)
     # The body reads and returns its carry in 16 bits where it would store it in 16
     # bits. If it reads 16 bits but returns float32, the loop carries float32, and each
-    # round casts the carry that it reads. So the last round's result is not rounded.
+    # iteration casts the carry that it reads. The final carry is then not rounded.
     operand_uses = operand_uses_inside(eqn, result_uses)
     for i, n in enumerate(carried):
         v = eqn.invars[n]

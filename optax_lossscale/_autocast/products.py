@@ -188,7 +188,7 @@ def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
     It does not wait if integers and booleans alone decide when it ends, as with a count
-    of rounds. The condition then reads only such carries and constants, and the body
+    of iterations. The condition then reads only such carries and constants, and the body
     computes the next values of these carries from nothing else. A loop with a flag for
     each example of a `vmap` counts as waiting.
     """

@@ -29,10 +29,11 @@ _FEWEST_TERMS = 32  # a reduction of fewer terms is not worth keeping
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations compute floats, and are not part of an associative scan.
 
-    Equations that only move numbers compute nothing, and their derivatives read none of
-    their operands. Not recomputing them saves bytes in a recommender. Each level of an
-    associative scan pads between numbers, and is a separate pass over memory. Not
-    recomputing it saves bytes in Mamba, at the cost of memory.
+    Equations that only move numbers compute nothing, and their derivatives read no
+    floats, only indices. So recomputing them gains nothing, and in a recommender it
+    moves more bytes. Each level of an associative scan pads between numbers, and is a
+    separate pass over memory. Recomputing it saves memory, but moves more bytes in
+    Mamba.
     """
     if any(map(_pads_between, eqns)):
         return False

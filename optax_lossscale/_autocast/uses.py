@@ -125,10 +125,9 @@ def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
     """How the results of the programs in an equation are used.
 
     Their uses are the `outer_uses`, those of the equation's own results, except for the
-    carry of a loop. The next round uses the carry too, but that counts only if a
-    product after the loop depends on the carry. If none does, each round reads the
-    carry in 16 bits but returns it in float32, so that the last round's result is not
-    rounded.
+    carry of a loop. The next iteration uses the carry too, but that counts only if a
+    product after the loop depends on the carry. If none does, each iteration reads the
+    carry in 16 bits but returns it in float32, so that the final carry is not rounded.
     """
     inner_uses = list(outer_uses)
     earlier = []

@@ -60,17 +60,14 @@ def verdict_and_advice(
 
 
 def _verdict_if_fine(findings: Findings) -> str:
-    """Words the verdict on a model about which there is nothing to remark."""
+    """Writes the verdict on a model about which there is nothing to remark."""
     if not findings.computes_in:
-        return (
-            "Nothing is computed in 16 bits, nor would autocast compute anything in "
-            "them."
-        )
-    dtype = findings.computes_in[0]
+        return "Nothing is computed in 16 bits, and autocast would not change that."
+    many = len(findings.computes_in) > 1
+    are_fine = f"{_dtypes(findings)} {'are' if many else 'is'} fine"
     if findings.loss_scale is None:
-        return f"{dtype} is fine as it is, without a loss scale."
-    scale = scale_name(findings.loss_scale)
-    return f"{dtype} is fine, and so is a loss scale of {scale}."
+        return f"{are_fine} as {'they are' if many else 'it is'}, without a loss scale."
+    return f"{are_fine}, and so is a loss scale of {scale_name(findings.loss_scale)}."
 
 
 # --- what is wrong ---
@@ -84,7 +81,7 @@ def _about_what_is_wrong(findings: Findings) -> _Remarks:
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
-    """Words the first half of the verdict, before the colon and the cause."""
+    """Writes the first half of the verdict, before the colon and the cause."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = "The loss is" if is_loss else "The gradients are"
@@ -129,11 +126,15 @@ def _wrong_gradient(findings: Findings, wrong: Wrong) -> str:
     )
 
 
+def _dtypes(findings: Findings) -> str:
+    """Names the dtypes of 16 bits or fewer, as in `bfloat16 and float16`."""
+    return " and ".join(map(str, findings.computes_in))
+
+
 def _dtypes_give(findings: Findings) -> str:
     """Begins a sentence, as in `float16 gives` or `bfloat16 and float16 give`."""
-    dtypes = " and ".join(map(str, findings.computes_in))
     give = "give" if len(findings.computes_in) > 1 else "gives"
-    return f"{dtypes} {give}"
+    return f"{_dtypes(findings)} {give}"
 
 
 _KEEP_FINITE = (
@@ -257,13 +258,20 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
     are_intended = all(HALVES.issuperset(product.before) for product in widened)
     if findings.wrong or are_intended:
         return
-    dtype = widened[0].dtype
-    share = findings.dtypes.shares[dtype]
+    # Backward products follow the dtypes of the forward ones, so they count as well. A
+    # product that was asked to be wide does not.
+    dtypes = list(dict.fromkeys(product.dtype for product in widened))
+    total = sum(findings.dtypes.multiplications.values())
+    n_wide = 0
+    for product in findings.dtypes.products:
+        if product.dtype in dtypes and not product.by_choice:
+            n_wide += product.multiplications
+    share = n_wide / total
     if share > 0.5:
         how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (
             f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications "
-            f"are in {dtype}, to which an operand is widened.",
+            f"are in {' and '.join(map(str, dtypes))}, to which an operand is widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
             f"{lines_of(widened)}.",
         )
@@ -283,8 +291,8 @@ def _about_gradients(findings: Findings) -> _Remarks:
         yield (
             f"The loss is nothing but rounding, {findings.loss:.3g} for "
             f"{findings.loss_in_float32:.3g} in float32, and so may be its gradients.",
-            "Diagnose other parameters or another batch. If it compares two things "
-            "that are to be equal, compute both in the same dtype.",
+            "Diagnose other parameters or another batch. If the loss compares two "
+            "values that should be equal, compute both in the same dtype.",
         )
     elif not findings.has_gradients:
         yield (
@@ -300,9 +308,9 @@ def _about_gradients(findings: Findings) -> _Remarks:
         total = n_undetermined + n_determined
         yield (
             f"Float32 itself does not determine {n_undetermined} of {total} gradients, "
-            "which 16 bits round by more.",
-            "Look for what cancels in float32 as well, such as a mean that is large "
-            "beside the deviations from it, or diagnose other parameters.",
+            "and 16 bits round more coarsely.",
+            "Look for differences of nearly equal numbers, such as deviations from a "
+            "mean that is far larger than they are, or diagnose other parameters.",
         )
 
 

@@ -57,8 +57,9 @@ def diagnose(
     A long run prints a line of progress to stderr every 10 seconds or so.
 
     Call `diagnose` on the host, with a loss function that names no axis of a
-    surrounding `pmap` or `shard_map`. A skipped step leaves everything as it was, so
-    you can diagnose it afterwards. Other parameters and batches may behave differently.
+    surrounding `pmap` or `shard_map`. A skipped step leaves the parameters as they
+    were, so you can diagnose it afterwards, if you keep its batch. Other parameters and
+    batches may behave differently.
 
     Args:
       loss_fn: a function of `(params, *args, **kwargs)` that returns the loss. The loss

@@ -1,4 +1,4 @@
-"""Read the programs that JAX traced, and run them with parts replaced.
+"""Reads the programs that JAX traced, and runs them with parts replaced.
 
 A *program* is a jaxpr, open or closed: a list of equations, each of which applies one
 of JAX's operations, such as `dot_general`, to operands. An equation may itself hold

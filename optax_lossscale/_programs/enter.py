@@ -1,4 +1,4 @@
-"""Run an equation that holds programs, such as a `scan`, with other programs in it.
+"""Runs an equation that holds programs, such as a `scan`, with other programs in it.
 
 Instead of binding the equation, `enter(eqn, operands, functions)` calls `lax.scan`,
 `lax.switch` or the like anew, with a function in place of each program that computes

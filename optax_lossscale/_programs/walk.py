@@ -1,11 +1,13 @@
 """The programs in an equation, and the values that a value depends on.
 
-- `programs_in(eqn)` lists all programs that an equation holds.
+- `programs_in(eqn)` lists the programs that an equation runs. (The program that a
+  scatter or a `reduce` combines numbers with is not among them.)
 - `result_programs(eqn)` lists those that compute its results. Only the condition of a
   `while` computes none.
-- `first_inner_operand(eqn)` is the position of the first operand that these programs get as an
-  argument.
-- `carry_positions(eqn)` is the range of the operands that a loop carries from turn to turn.
+- `first_inner_operand(eqn)` is the position of the first operand that these programs
+  receive as an argument.
+- `carry_positions(eqn)` is the range of the operands that a loop carries from one
+  iteration to the next.
 
 For example, let a `while` loop carry two numbers, and let its condition read one
 constant, and its body none. Its operands are `const, carry, carry`, and:
@@ -35,7 +37,9 @@ from optax_lossscale._programs.versions import (
 
 
 def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
-    """The programs that an equation holds and runs, in the order in which they run.
+    """The programs that an equation runs, in order.
+
+    If its operation is not in the table, they are all programs that it holds.
 
     Raises:
       NotImplementedError: if the equation has none of the parameters that its row in

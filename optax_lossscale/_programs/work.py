@@ -1,8 +1,9 @@
 """Which equations are products, which are cheap, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums. Inner
-products don't count, because each returns a single number. Outer products don't count,
-because they sum nothing.
+products do not count, not even a batch of them: every axis of their operands is summed
+over, or an axis of the batch. Outer products do not count either, because they sum
+nothing.
 
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms

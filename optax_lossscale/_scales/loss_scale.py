@@ -49,7 +49,8 @@ class LossScale(Stateful):
       `state_field`.
 
     If you define `__post_init__`, call `super().__post_init__()` in it. Whatever the
-    sequence of steps, `adjust` should return a scale that is finite and positive.
+    sequence of steps, `adjust` must return a scale that is finite and positive, so give
+    the scale bounds, as the example below does.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
@@ -68,7 +69,8 @@ class LossScale(Stateful):
       ...
       ...     def adjust(self, grads_finite):
       ...         factor = jnp.where(grads_finite, self.rate, 0.5)
-      ...         return self.replace(loss_scale=self.loss_scale * factor)
+      ...         scale = jnp.clip(self.loss_scale * factor, 1.0, 2.0**24)
+      ...         return self.replace(loss_scale=scale)
       >>> ls = Creeping(initial_scale=1000.0)
       >>> ls, should_apply = ls.update({"w": jnp.array([jnp.inf])})
       >>> print(ls(), should_apply)
@@ -159,9 +161,9 @@ class LossScale(Stateful):
 
         Returns:
           The tree with its floating-point and complex leaves divided by the scale, in
-          the dtypes that `scale` returns. If the scale is a power of two, the quotients
-          are exact; otherwise, they are within an ulp or two. Subnormal quotients may
-          become 0.
+          the dtypes that `scale` returns. Quotients below the normal numbers of their
+          dtype may become 0. All others are exact if the scale is a power of two, and
+          within two ulps otherwise.
         """
         # Leaves of the same dtype share their factors, which makes tracing faster.
         inverse_factors = functools.cache(self._inverse_factors)
@@ -182,8 +184,9 @@ class LossScale(Stateful):
 
         XLA compiles `x / scale` to `x * (1 / scale)`. For scales above 2**126, that
         reciprocal is subnormal and flushed to zero, so `unscale` multiplies by two
-        factors, one after the other. The barrier keeps XLA from folding a constant
-        scale's factors into one.
+        factors, one after the other. If a step closes over an adaptive scale, the
+        scale is a constant, and the barrier keeps XLA from folding its factors into
+        one. A fixed scale has no leaves, so the barrier does nothing for it.
         """
         scale = lax.optimization_barrier(self)()
         is_huge = scale > 2.0**126

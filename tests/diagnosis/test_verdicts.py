@@ -194,6 +194,28 @@ def test_what_is_mostly_in_float32_is_not_said_to_be_hardly_in_16_bits():
     assert found.verdict.startswith("Less than half is computed in 16 bits: 60.0% of")
 
 
+def test_products_that_are_to_be_in_float32_do_not_count_as_widened():
+    def loss_fn(params, x):
+        wide = jnp.matmul(x, params["a"], precision="highest")
+        mixed = x[:1, :4].astype(F16) @ params["b"]
+        return square(wide) + square(mixed)
+
+    params = {"a": jnp.eye(32), "b": jnp.eye(4)}
+    found = ols.diagnose(loss_fn, params, jnp.full((8, 32), 0.1))
+    assert found.dtypes.shares[np.dtype(F32)] > 0.8
+    assert "16 bits:" not in found.verdict
+
+
+def test_every_dtype_that_is_fine_is_named():
+    def loss_fn(params, x):
+        y = (x.astype(BF16) @ params["a"].astype(BF16)).astype(F16)
+        return square(y @ params["b"].astype(F16))
+
+    params = {"a": jnp.eye(8), "b": jnp.eye(8)}
+    found = ols.diagnose(loss_fn, params, jnp.full((4, 8), 0.5))
+    assert found.verdict.startswith("bfloat16 and float16 are fine as they are")
+
+
 def test_a_difference_of_equal_numbers_is_no_underflow():
     def loss_fn(w, target):
         apart = w.astype(F16) - target.astype(F16)
