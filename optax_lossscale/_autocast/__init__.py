@@ -32,7 +32,7 @@ Three passes make the plan. Each is a pure function in its own file:
    a region reads and what each of its steps casts, and asks `recomputed` whether the
    backward pass recomputes the region.
 
-`plan` applies `facts` and `store` to the program, and to each program inside of it,
+`plan` applies `facts` and `store` to the program, and to each program inside it,
 such as the body of a loop or a branch. Every pass reads a program through `flat`, which
 inlines short calls. The body of a loop is classified again and again, until the kinds
 of its carry no longer change. `run` executes the plan. It uses `enter` to run an

@@ -81,7 +81,7 @@ def autocast(
     jaxpr shows, such as the inside of a Pallas kernel. `dtype_report` tells which
     products run in which dtype.
 
-    `autocast` also runs the products inside of `jit`, `scan`, `cond`, `jax.checkpoint`,
+    `autocast` also runs the products in `jit`, `scan`, `cond`, `jax.checkpoint`,
     `shard_map`, `custom_vjp` and `custom_jvp` in 16 bits. It leaves the rule of a
     `custom_jvp` unchanged if the function has no product. It changes a `while_loop`
     only if the loop's condition depends on integers and booleans alone, and is one flag

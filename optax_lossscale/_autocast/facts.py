@@ -23,7 +23,7 @@ class Casting(NamedTuple):
     """The options for rewriting a program."""
 
     low: np.dtype  # the dtype of narrowed products
-    # Whether the backward pass recomputes islands. False inside of the user's own
+    # Whether the backward pass recomputes islands. False inside the user's own
     # `jax.checkpoint`, whose policy decides which residuals are kept.
     recomputes: bool = True
     # Whether some reductions are kept, for which they get a name. False in a custom

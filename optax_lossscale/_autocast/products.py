@@ -147,7 +147,7 @@ def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
 
 
 def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
-    """The outcome of an equation that is a product, or of the products inside of it."""
+    """The outcome of an equation that is a product, or of the products in it."""
     if is_narrowed(eqn):
         return [None]
     if is_product(eqn):

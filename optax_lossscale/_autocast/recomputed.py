@@ -1,6 +1,6 @@
 """Decides which islands the backward pass recomputes, and which results are kept.
 
-The backward pass recomputes an island from the values that it reads. Two sorts of
+The backward pass recomputes an island from the values that it reads. Two kinds of
 islands are not recomputed: those that only move numbers, and those in an associative
 scan. The latter are recognized by a `pad` that puts numbers between those of an array.
 

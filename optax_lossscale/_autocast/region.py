@@ -146,7 +146,7 @@ def _rounding_sums(
 
     They are the sums that are stored in 16 bits, and those that lead to a stored value
     through SUMs alone. For example, if `relu(x @ w + tanh(x @ w))` is stored in 16
-    bits, then the sum inside of `relu` rounds the `tanh`. A sum that broadcasts an
+    bits, then the sum inside `relu` rounds the `tanh`. A sum that broadcasts an
     operand does not round.
 
     Without this rule, the compiler may store the operands in float32. The rule saves

@@ -10,7 +10,7 @@ product depends on `y`.
 To find the reads across a product, the pass gives each value a *depth*: the number of
 narrowed products and rewritten equations in the longest chain that leads to the value.
 An equation reads an operand across a product if its result is deeper than that operand.
-Two sorts of equations are excepted: the result of a narrowed product is always deeper,
+Two kinds of equations are excepted: the result of a narrowed product is always deeper,
 and an equation that may be rewritten reads what the programs in it read.
 """
 

@@ -1,4 +1,4 @@
-"""The look that `Diagnosis.plot` and the functions of `ols.plot` share.
+"""The style that `Diagnosis.plot` and the functions of `ols.plot` share.
 
 If matplotlib is missing, importing this file raises an `ImportError` that says how to
 install it.

@@ -76,8 +76,8 @@ def cause_of(note: Note) -> Cause:
       that computed them.
     - If its result is not finite because operands are lost, that is, became 0, the
       cause is the equation in which they did.
-    - If an earlier equation rounded numbers to the limit of its function, and they were
-      handed on, that equation is the cause.
+    - If an earlier equation rounded numbers to the limit of its function, and later
+      equations only passed them on, that equation is the cause.
     """
     fault = at_fault(note)
     if fault is None:

@@ -38,7 +38,7 @@ def diagnose(
     opt_state: Any = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    """Reports whether 16 bits are fine for a model as it is, and if not, what to do.
+    """Reports whether a model can run in 16 bits as it is, and what to change if it cannot.
 
     Runs the gradient of the loss function and computes every value twice: as the
     program does, and in float32. It does so at a loss scale of 1 and, where gradients
@@ -74,7 +74,7 @@ def diagnose(
 
     Returns:
       A `Diagnosis`: print it, or read its `verdict`, `advice`, `wrong`, `table` and
-        other fields.
+      other fields.
 
     Raises:
       TypeError: if `loss_fn` is not a function, does not return a real floating-point

@@ -166,7 +166,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
     Returns:
       A `DtypeReport`: print it, or read its `products`, `shares`, `narrow` and
-        `opaque`.
+      `opaque`.
 
     Raises:
       TypeError: if `fun` is not a function.

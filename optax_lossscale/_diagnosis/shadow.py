@@ -120,7 +120,7 @@ class _Progress:
 class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
-    The programs inside of a loop or `shard_map` run on a copy of the runner with other
+    The programs in a loop or `shard_map` run on a copy of the runner with other
     `rounds` or `devices`. Its other fields are those of the original, so all notes are
     in one list, in the order of execution.
     """

@@ -342,7 +342,7 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 
 
 def _widely_off(runs: Runs) -> list[Note]:
-    """Finds the values of the forward pass of which more than a fifth is off.
+    """Finds forward values that are off in more than a fifth of their numbers.
 
     Only values that a result depends on, and that float32 determines, are included.
     """
