@@ -62,7 +62,7 @@ def verdict_and_advice(
 def _verdict_if_fine(findings: Findings) -> str:
     """Writes the verdict on a model about which there is nothing to remark."""
     if not findings.computes_in:
-        return "Nothing is computed in 16 bits, and autocast would not change that."
+        return "Nothing is computed in 16 bits, nor would autocast change that."
     many = len(findings.computes_in) > 1
     are_fine = f"{_dtypes(findings)} {'are' if many else 'is'} fine"
     if findings.loss_scale is None:
