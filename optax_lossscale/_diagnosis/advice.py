@@ -266,7 +266,7 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
     for product in findings.dtypes.products:
         if product.dtype in dtypes and not product.by_choice:
             n_wide += product.multiplications
-    share = n_wide / total
+    share = n_wide / max(total, 1)  # an empty batch multiplies nothing
     if share > 0.5:
         how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (

@@ -727,3 +727,9 @@ def test_a_constant_that_float16_rounds_to_0_or_infinity_is_named(loss_fn):
     constant = advice[advice.index("A constant at ") :]
     assert line_of(loss_fn, n) in constant
     assert "write it as a float32 array" in constant
+
+
+def test_an_empty_batch_with_a_widened_product_is_diagnosed():
+    loss_fn = lambda w, x: square(x.astype(F16) @ w)
+    found = ols.diagnose(loss_fn, jnp.eye(4), jnp.ones((0, 4)))
+    assert found.verdict
