@@ -27,7 +27,7 @@ Choose a loss scale:
     FixedLossScale           a constant, also written as a number; None is a scale of 1
     LossScale                the base class of your own loss scale
     state_field              declares the state of your own loss scale or skip rule
-    get                      finds the loss scale for a word, a number or a config
+    get                      builds the loss scale that a word, number or config names
     get_loss_scale           finds the loss scale in an optimizer state
     presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 

@@ -1,4 +1,4 @@
-"""What all other parts are built on: arrays and pytrees, checks, names and settings.
+"""The foundation: arrays and pytrees, checks, names and settings.
 
 - `contexts.py`: settings that apply while a function is traced.
 - `precision.py`: which leaves loss scaling applies to, and in which dtypes.

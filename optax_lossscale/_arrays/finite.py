@@ -217,7 +217,9 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all numbers are finite; bool, shape ()."""
     zero, finite = _reduced_and_checked(groups, _ZEROS)
-    return finite & (zero == 0)  # reads the dummy, so no compiler removes it
+    # `zero` is 0 or NaN, and adds nothing to the flag. It is read so that no compiler
+    # removes it.
+    return finite & (zero == 0)
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:

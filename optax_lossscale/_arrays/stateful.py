@@ -100,7 +100,8 @@ class Stateful(abc.ABC):
     """The base class of loss scales and skip rules.
 
     Two instances are equal if they have the same class, configuration and state. To
-    compare the state, `==` waits for the device.
+    compare the state, `==` waits for the device. It raises a `TypeError` if the state
+    is traced.
     """
 
     _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors

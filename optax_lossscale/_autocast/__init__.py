@@ -13,7 +13,7 @@ It computes in float32 as one unit, and rounds the values that the next product 
 16 bits. The backward pass recomputes the island from the values that it reads: here it
 recomputes `exp` from the result of the product.
 
-Outside of products, two kinds of operations stay in 16 bits: those that only move the
+Outside products, two kinds of operations stay in 16 bits: those that only move the
 numbers of a product's result, or sum them over devices, and the sums of a *stream* (see
 below).
 
@@ -32,8 +32,8 @@ Three passes make the plan. Each is a pure function in its own file:
    a region reads and what each of its steps casts, and asks `recomputed` whether the
    backward pass recomputes the region.
 
-`plan` applies `facts` and `store` to the program, and to each program inside it,
-such as the body of a loop or a branch. Every pass reads a program through `flat`, which
+`plan` applies `facts` and `store` to the program, and to each program inside it, such
+as the body of a loop or a branch. Every pass reads a program through `flat`, which
 inlines short calls. The body of a loop is classified again and again, until the kinds
 of its carry no longer change. `run` executes the plan. It uses `enter` to run an
 equation such as a `scan` with other programs inside, and `derivatives` to run a
@@ -44,7 +44,7 @@ The other files are small parts. `arrays` turns a call into a program, with the 
 finds islands that can share one trace, `outer` computes outer products, and `shown`
 prints plans. `autocast` and `cast_inputs` hold the public functions.
 
-These files share some words:
+Terms:
 
 - An *equation* is one operation of the traced program, with its operands and results. A
   *step* is an equation in a region, with the dtypes to which it casts its operands.
@@ -52,9 +52,9 @@ These files share some words:
   runs in 16 bits; the 16-bit dtype is called *low*. To *round* a value is to cast it to
   this dtype.
 - An equation that holds programs is *rewritten* if it runs them by plans of their own.
-  Where nothing forbids it, that happens if they contain a product to narrow or an outer
-  product to replace. It also happens to a `custom_vjp`, because its rule may compute
-  either.
+  It is if nothing forbids it, and if they contain a product to narrow or an outer
+  product to replace. A `custom_vjp` is whenever nothing forbids it: its rule, which is
+  not traced yet, may contain either.
 - A *region* is a list of steps that run as one: an island, a part of an island, or a
   single step such as a product. An island depends on products, and computes in float32
   except for moves, and for sums that are stored in 16 bits.

@@ -3,7 +3,7 @@
 While `autocast` traces a model, `AUTOCAST_DTYPE` holds the dtype of its products. A
 function wrapped by `cast_inputs` reads this dtype at each call. If it is float16, the
 function casts its float32 arguments to float16, and its float16 results back to
-float32. Outside of `autocast` it is None, and the function casts nothing.
+float32. Outside `autocast` it is None, and the function casts nothing.
 """
 
 import functools
@@ -31,6 +31,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     rules. Flax NNX modules are allowed among the arguments, and variables that `fun`
     sets in them stay set.
 
+    Source: the argument `cast_inputs` of `torch.amp.custom_fwd`.
+
     Args:
       fun: a function of arrays, trees of arrays and anything else.
 
@@ -39,8 +41,6 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
       TypeError: if `fun` is not a function.
-
-    Source: the argument `cast_inputs` of `torch.amp.custom_fwd`.
 
     Example:
       >>> import jax, jax.numpy as jnp

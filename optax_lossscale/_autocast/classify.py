@@ -26,8 +26,8 @@ none is FLOAT32:
   is NEAR.
 
 A value minus its own mean, or divided by its own norm, is NEAR as well. `normalized`
-recognizes these. This saves memory and bytes in a ResNet, and in transformers with a
-norm after each sum.
+recognizes these. Worth it, in memory and bytes: a ResNet, and transformers with a norm
+after each sum.
 """
 
 import enum
@@ -129,12 +129,12 @@ def classify(jaxpr: AnyJaxpr, arguments: Kinds) -> Mapping[Var, Kind]:
 
 
 def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
-    """The kinds of variables and literals."""
+    """Returns the kinds of variables and literals."""
     return [_kind_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values]
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
-    """The kind of a value that may be any of several values, given their kinds."""
+    """Returns the kind of a value that may be any of several, given their kinds."""
     distinct = set(kinds)
     latest = max(distinct)
     # A PRODUCT is always stored in 16 bits, which would round the value where it is a
@@ -145,7 +145,7 @@ def join(kinds: Iterable[Kind]) -> Kind:
 
 
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """The kind of all results of an equation that `classify` has no other case for."""
+    """Returns the kind of all results where `classify` has no other case."""
     eqn_traits = traits(eqn)
     if Trait.CASTS in eqn_traits:
         source = eqn.invars[0]
@@ -204,7 +204,7 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
 
 
 def _kind_of_literal(literal: Literal) -> Kind:
-    """The kind of a literal, by its size.
+    """Returns the kind of a literal, by its size.
 
     A LARGE literal may be a term but not a factor: two multiplications by 200 would
     bring 2 beyond the range of float16.
@@ -224,10 +224,10 @@ def _kind_of_literal(literal: Literal) -> Kind:
 
 
 def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
-    """The kinds that an equation's operands have in the programs that it holds.
+    """Returns the kinds that an equation's operands have in the programs that it holds.
 
     They are the kinds that the operands have outside, except for the carry of a loop:
-    the kind of the carry has to be true in every iteration.
+    the kind of the carry has to hold in every iteration.
     """
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
@@ -251,7 +251,7 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 
 
 def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
-    """The kind of each result of an equation that may be rewritten."""
+    """Returns the kind of each result of an equation that may be rewritten."""
     inner = kinds_inside(eqn, operands)
     kinds_by_program = _kinds_of_programs(eqn, inner)
     # A result may come from any branch of a `cond`, or be the initial carry of a loop.
@@ -262,7 +262,7 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 
 
 def _kinds_of_programs(eqn: JaxprEqn, inner: Kinds) -> list[Kinds]:
-    """For each program in an equation, the kinds of its results.
+    """Returns the kinds of the results of each program in an equation.
 
     `inner` has the kinds that the equation's operands have inside.
     """

@@ -20,10 +20,10 @@ from optax_lossscale._programs.versions import AnyJaxpr
 
 
 class Casting(NamedTuple):
-    """The options for rewriting a program."""
+    """How a program is rewritten: to which dtype, and what its backward pass keeps."""
 
     low: np.dtype  # the dtype of narrowed products
-    # Whether the backward pass recomputes islands. False inside the user's own
+    # Whether the backward pass recomputes islands. False in the user's own
     # `jax.checkpoint`, whose policy decides which residuals are kept.
     recomputes: bool = True
     # Whether some reductions are kept, for which they get a name. False in a custom
@@ -81,7 +81,7 @@ def facts_of(
 
 
 def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
-    """The dtype in which to store a value of this kind and use, if it is stored.
+    """Returns the dtype in which to store a value of this kind and use, if it is.
 
     A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if a product depends on
     it and it is live across one. Any other value has the dtype in which it was traced;

@@ -1,9 +1,9 @@
 """Carries Flax NNX objects, which a function may change in place, through a trace.
 
-A traced function must not change an object from outside of the trace. So the objects
+A traced function must not change an object from outside the trace. So the objects
 among its arguments, such as modules, are taken apart and put together again twice:
 
-1. Outside of the trace, `split` turns the arguments into trees of arrays.
+1. Outside the trace, `split` turns the arguments into trees of arrays.
 2. Inside, `merge` builds new objects from the traced arrays, for the function to use.
 3. Inside, `split` turns these objects, and the results, into trees of traced arrays.
 4. Outside, `merge` writes the new arrays into the caller's own objects.
@@ -49,7 +49,7 @@ def objects(tree: Any) -> list[Any]:
 
 
 def changes_kept() -> contextlib.AbstractContextManager[Any]:
-    """The context around `split` and `merge`, in which NNX remembers the objects."""
+    """Returns the context in which `split` and `merge` remember the objects."""
     nnx = _nnx()
     if nnx is None:
         return contextlib.nullcontext()
@@ -75,7 +75,7 @@ def split(tree: Any) -> Any:
 
 
 def merge(tree: Any, inside: bool) -> Any:
-    """Merges the objects of a split tree again, `inside` of the trace or outside."""
+    """Merges the objects of a split tree again, `inside` the trace or outside."""
     nnx = _nnx()
     if nnx is None:
         return tree
@@ -95,7 +95,7 @@ def merge(tree: Any, inside: bool) -> Any:
 
 
 def _nnx() -> Any:
-    """The module `flax.nnx`, or None if no program has imported it."""
+    """Returns the module `flax.nnx`, or None if no program has imported it."""
     return sys.modules.get("flax.nnx")
 
 

@@ -23,7 +23,8 @@ is the variance of `x`.
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have
 any size. We know of no model that does that. In one that does, float16 may overflow,
-which the loss scale detects, and bfloat16 may lose digits.
+which the loss scale detects. bfloat16 may lose digits, which `diagnose` shows, but
+training does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 def role_of(
     eqn: JaxprEqn, are_factors: Sequence[bool], roles: Mapping[Var, Role]
 ) -> Role | None:
-    """The role of an equation's result; None if it has none, or several results.
+    """Returns the role of an equation's result; None if it has none or several.
 
     Args:
       eqn: the equation.

@@ -142,7 +142,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
 def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Kinds, result_uses: Uses
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """The dtypes in which values enter and leave the programs in an equation.
+    """Returns the dtypes in which values enter and leave the programs in an equation.
 
     Args:
       facts: the facts about the program around the equation.
@@ -164,13 +164,14 @@ def _dtypes_of(
     carried = carry_positions(eqn)
     if Trait.SCANS in traits(eqn):
         # Every iteration reads the constants, so their gradients are sums over the
-        # iterations. For these sums, constants traced in float32 stay in float32.
+        # iterations. For these sums, constants that were traced in float32 stay in it.
         constants = eqn.invars[: carried.start]
         in_dtypes[: carried.start] = dtypes_in(constants)
     operand_dtypes = list(in_dtypes)
     # The body reads and returns its carry in 16 bits where it would store it in 16
     # bits. If it reads 16 bits but returns float32, the loop carries float32, and each
-    # iteration casts the carry that it reads. The final carry is then not rounded.
+    # iteration casts the carry that it reads. The result of the last iteration is then
+    # not rounded.
     operand_uses = operand_uses_inside(eqn, result_uses)
     for i, n in enumerate(carried):
         v = eqn.invars[n]

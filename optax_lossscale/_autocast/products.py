@@ -31,7 +31,12 @@ from optax_lossscale._programs.values import (
     is_inexact_dtype,
     shape_in,
 )
-from optax_lossscale._programs.versions import AnyJaxpr, is_ref, name_of, open_jaxpr
+from optax_lossscale._programs.versions import (
+    AnyJaxpr,
+    is_ref,
+    name_of,
+    open_jaxpr,
+)
 from optax_lossscale._programs.walk import (
     has_shardings,
     needed_for,
@@ -114,7 +119,7 @@ def _is_changed(program: AnyJaxpr) -> bool:
 
 
 def usual_precision() -> Any:
-    """The precision of a product that asks for none, in the context of this call."""
+    """Returns the precision of a product that asks for none, in this context."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
     return eqn.params["precision"]
@@ -147,7 +152,7 @@ def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
 
 
 def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
-    """The outcome of an equation that is a product, or of the products in it."""
+    """Returns the outcome of a product, or those of the products in an equation."""
     if is_narrowed(eqn):
         return [None]
     if is_product(eqn):
@@ -169,7 +174,7 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
 
 
 def _why_not_rewritten(eqn: JaxprEqn) -> str:
-    """Why the programs in an equation cannot be rewritten; "" if they can."""
+    """Returns why the programs in an equation cannot be rewritten; "" if they can."""
     has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
     if not is_entered(eqn) and not has_rule:
         return f"a {name_of(eqn)}"
@@ -188,9 +193,9 @@ def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
     It does not wait if integers and booleans alone decide when it ends, as with a count
-    of iterations. The condition then reads only such carries and constants, and the body
-    computes the next values of these carries from nothing else. A loop with a flag for
-    each example of a `vmap` counts as waiting.
+    of iterations. The condition then reads only such carries and constants, and the
+    body computes the next values of these carries from nothing else. A loop with a flag
+    for each example of a `vmap` counts as waiting.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
     if shape_in(condition.outvars[0]):

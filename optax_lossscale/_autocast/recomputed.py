@@ -32,8 +32,8 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     Equations that only move numbers compute nothing, and their derivatives read no
     floats, only indices. So recomputing them gains nothing, and in a recommender it
     moves more bytes. Each level of an associative scan pads between numbers, and is a
-    separate pass over memory. Recomputing it saves memory, but moves more bytes in
-    Mamba.
+    separate pass over memory. Recomputing it would save memory in Mamba, but move more
+    bytes.
     """
     if any(map(_pads_between, eqns)):
         return False
@@ -44,8 +44,8 @@ def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozense
     """Returns the results of reductions in a region that are kept as residuals.
 
     To recompute one would need another pass over its operand. Only reductions that
-    other equations in the region read are kept. Keeping them saves bytes in a
-    cross-entropy over a large vocabulary, and in the batch norms of a ResNet.
+    other equations in the region read are kept. Worth it, in bytes: a cross-entropy
+    over a large vocabulary, and the batch norms of a ResNet.
 
     Args:
       eqns: the equations of the region.

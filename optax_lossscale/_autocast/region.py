@@ -100,7 +100,7 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
 def region_of_equation(
     facts: Facts, eqn: JaxprEqn, rewritten: Step | None, live: Dtypes
 ) -> Region:
-    """Builds the region for an equation outside of islands; it stores all results.
+    """Builds the region for an equation outside islands; it stores all results.
 
     An equation that sends its operand to other devices, names it, or holds it behind a
     barrier rounds it first, if only products read the result. So devices send each
@@ -142,15 +142,15 @@ def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
 def _rounding_sums(
     facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes
 ) -> set[JaxprEqn]:
-    """The sums in an island that round their operands.
+    """Finds the sums in an island that round their operands.
 
     They are the sums that are stored in 16 bits, and those that lead to a stored value
     through SUMs alone. For example, if `relu(x @ w + tanh(x @ w))` is stored in 16
     bits, then the sum inside `relu` rounds the `tanh`. A sum that broadcasts an
     operand does not round.
 
-    Without this rule, the compiler may store the operands in float32. The rule saves
-    bytes in a ResNet and in transformers, and memory in a ResNet.
+    Without this rule, the compiler may store the operands in float32. Worth it: a
+    ResNet, in memory and bytes, and transformers, in bytes.
     """
     leads_to_stored = {v for v in stores if facts.dtypes[v] == facts.low}
     sums = set()
@@ -175,7 +175,7 @@ def _is_of_one_shape(eqn: JaxprEqn) -> bool:
 
 
 def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list[Any]:
-    """The dtype to which an equation casts each operand; None for no cast.
+    """Returns the dtype to which an equation casts each operand; None for no cast.
 
     Products always round. If any other equation `rounds_operands`, it runs in 16 bits,
     and so returns 16 bits.
@@ -197,7 +197,7 @@ def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list
 
 
 def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
-    """The values that steps read from outside, with the dtypes in which they need them.
+    """Finds the values that steps read from outside, with the dtypes they need.
 
     `results` has the dtypes in which later regions need the results of the steps.
     """
@@ -215,7 +215,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
 
 
 def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
-    """The dtype in which a reader needs a value, by whether it rounds the value."""
+    """Returns the dtype in which a reader needs a value, by whether it rounds it."""
     if is_rounded and dtype_in(v) == FLOAT32:
         return facts.low
     return facts.dtypes[v]

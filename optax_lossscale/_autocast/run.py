@@ -85,7 +85,7 @@ class _Runner:
             return function
         key = key_of_island(region, casting)
         if key not in self._islands:
-            # A policy slows down tracing, so a region has one only if it keeps reductions.
+            # A policy slows down tracing, so it is there only for kept reductions.
             policy = _SAVE_REDUCTIONS if region.kept_reductions else None
             self._islands[key] = jax.checkpoint(
                 function, prevent_cse=casting.prevent_cse, policy=policy
@@ -170,7 +170,7 @@ class _Runner:
 
 
 def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """A context in which errors, `debug_nans` and profiles show an equation's line."""
+    """Returns a context in which errors and profiles show an equation's line."""
     source = eqn.source_info
     name_stack = source_info_util.current_name_stack() + source.name_stack
     return source_info_util.user_context(source.traceback, name_stack=name_stack)

@@ -60,7 +60,7 @@ def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
 
 
 def _names(program: Flat) -> Names:
-    """The name of each value: numbers, except for arguments that have a name."""
+    """Names each value: by numbers, except for arguments that have a name."""
     computed = producers_in(program.eqns)
     values = [*program.ins, *program.consts, *computed]
     names = {v: str(n) for n, v in enumerate(values)}
@@ -71,7 +71,7 @@ def _names(program: Flat) -> Names:
 
 
 def _line(region: Region, names: Names, stored: Dtypes) -> str:
-    """The line of a region; `stored` has the dtypes of all values before it."""
+    """Returns the line of a region; `stored` has the dtypes of all values before it."""
     eqns = [step.eqn for step in region.steps]
     word = "island" if region.is_recomputed else "run"
     uncast = _read_uncast(region)
@@ -93,7 +93,7 @@ def _line(region: Region, names: Names, stored: Dtypes) -> str:
 
 
 def _read_uncast(region: Region) -> set[Var]:
-    """The values that some step of a region reads without a cast."""
+    """Finds the values that some step of a region reads without a cast."""
     uncast = set()
     for step in region.steps:
         for v, dtype in zip(step.eqn.invars, step.operand_dtypes, strict=True):

@@ -12,11 +12,11 @@ that computes it. It builds the regions on the way:
 Most islands are recomputed in the backward pass. Their residuals are then the values
 that they read, and not the float32 arrays that they compute.
 
-Some rules here and in `region`, `recomputed` and `classify` only save memory, or bytes
-moved between memory and processor. The docstring of such a rule names the models in
-which it pays. The page docs/benchmarks/rules.md has the figures. The command
-`python -m benchmarks rules` computes them from programs compiled with each rule and
-without it.
+Some rules here and in `region`, `recomputed` and `classify` only save memory, or
+*bytes*: those moved between memory and processor. The docstring of such a rule names
+the models in which it is worth it, as programs compiled for an H100 show (not timed).
+The figures are in the repository, in `docs/benchmarks/rules.md`. There, the command
+`python -m benchmarks rules` compiles models with each rule and without it.
 """
 
 from collections import ChainMap
@@ -73,7 +73,7 @@ def regions_of(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region
 
 
 def island_seeds(facts: Facts) -> Set[Var]:
-    """The values from which islands grow: those stored in 16 bits, and SUMs.
+    """Returns the values from which islands grow: those stored in 16 bits, and SUMs.
 
     Most of them are the results of products, and sums with those. Any value that was in
     16 bits before, such as an argument or a constant, counts as well.
@@ -125,7 +125,7 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     the sum then read it as stored, and their gradient does not need the operands of the
     sum as well. The same goes for a product's result that the island moves.
 
-    This saves memory and bytes in transformers; a recommender pays for it with memory,
+    Worth it, in memory and bytes: transformers. A recommender pays for it with memory,
     and Mamba with bytes.
     """
     read_here = {v for eqn in island for v in variables(eqn.invars)}
@@ -147,7 +147,7 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     They are cheap, and their results take at least as many bytes as the stored values
     from which they are computed. Examples are the broadcast of a constant, a mask, and
     the `tanh` of a product's result: an island keeps that result anyway, for the
-    gradient. This saves memory and bytes in transformers, mostly with long sequences.
+    gradient. Worth it, in memory and bytes: transformers, mostly with long sequences.
     """
     repeated = {}
     # For each of these results, the stored values from which an island computes it
@@ -169,7 +169,7 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
 
 
 def _bytes(facts: Facts, values: Iterable[Var]) -> int:
-    """The bytes that values take in the dtypes in which they are stored."""
+    """Counts the bytes that values take in the dtypes in which they are stored."""
     n_bytes = 0
     for v in values:
         itemsize = facts.dtypes[v].itemsize

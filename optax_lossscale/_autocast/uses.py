@@ -86,7 +86,7 @@ def _use_of_operand(
     depth: Mapping[Var, int],
     later_uses: Mapping[Var, Use],
 ) -> Use:
-    """How an equation uses an operand, if it is not narrowed and cannot be rewritten.
+    """Returns how an equation that is not narrowed, nor rewritable, uses an operand.
 
     `depth` has the depth of each value, and `later_uses` the uses of each value after
     the equation.
@@ -122,7 +122,7 @@ def depths(program: Flat) -> Mapping[Var, int]:
 
 
 def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
-    """How the results of the programs in an equation are used.
+    """Returns how the results of the programs in an equation are used.
 
     Their uses are the `outer_uses`, those of the equation's own results, except for the
     carry of a loop. The next iteration uses the carry too, but that counts only if a
@@ -141,11 +141,11 @@ def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
 
 
 def operand_uses_inside(eqn: JaxprEqn, result_uses: Uses) -> list[Use]:
-    """How the programs in an equation use the equation's operands.
+    """Returns how the programs in an equation use the equation's operands.
 
     `result_uses` has the uses of the programs' results, as `result_uses_inside` returns
     them. The condition of a `while` is not counted, because it depends on integers
-    alone.
+    and booleans alone.
     """
     operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):

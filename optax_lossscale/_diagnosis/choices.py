@@ -77,6 +77,6 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
 
 
 def _tolerated(choice: Note) -> float:
-    """The share of a choice that may differ without counting, if no result is far off."""
+    """Returns what share of a choice may differ without counting, if no result is far off."""
     is_mask = choice.dtype == np.bool_ and choice.count > 1
     return LARGE_SHARE if is_mask else TOLERANCE

@@ -80,7 +80,7 @@ class Devices(NamedTuple):
     maps: tuple[_ShardMap, ...] = ()  # the outermost first
 
     def inside(self, eqn: JaxprEqn) -> "Devices":
-        """The devices inside a `shard_map` that runs on these devices."""
+        """Returns the devices inside a `shard_map` that runs on these devices."""
         inner = _ShardMap(eqn.params["mesh"], tuple(mapped_axes(eqn)))
         return Devices((*self.maps, inner))
 

@@ -123,7 +123,7 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
 
 
 def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures:
-    """Compares two flat arrays of which at least one is not finite everywhere.
+    """Compares two flat arrays, at least one of which is not finite everywhere.
 
     Where the reference is not finite, both count as 0. Where only the result is not
     finite, it counts as equal to the reference, and `bad` reports it.

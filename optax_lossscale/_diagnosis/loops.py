@@ -135,7 +135,7 @@ def _select(
 
 
 def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
-    """`jnp.where` with a condition that has only the first axes of the arrays."""
+    """Applies `jnp.where` to a condition that has only the first axes of the arrays."""
     trailing_axes = tuple(range(condition.ndim, np.ndim(x)))
     condition = np.expand_dims(condition, trailing_axes)
     return jnp.where(condition, _on_host(x), _on_host(y))

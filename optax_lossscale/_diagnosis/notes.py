@@ -216,7 +216,7 @@ def back_from(
 
 
 def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
-    """The smallest number that rounds to infinity in a dtype: 65520 for float16."""
+    """Returns the smallest number that rounds to infinity: 65520 for float16."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     _, exponent = math.frexp(largest)
@@ -227,5 +227,5 @@ def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
 
 
 def least_normal(dtype: np.dtype | type[np.generic]) -> float:
-    """The smallest normal number of a dtype: 2**-14 for float16."""
+    """Returns the smallest normal number of a dtype: 2**-14 for float16."""
     return float(jnp.finfo(dtype).tiny)

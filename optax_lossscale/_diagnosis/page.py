@@ -87,9 +87,9 @@ class Diagnosis(Findings):
         or no loss scale in it.
       wrong: the loss and gradients that are off by more than 5%, not finite even in
         float32, or not in proportion to the loss scale, and why: the loss first, then
-        the worst gradient. If all are right, the first value inside of which more than
-        a fifth of the numbers are off by more than 5%, or a value in `aux` that is
-        finite in float32 only.
+        the worst gradient. If all are right, the first value inside that is off by more
+        than 5% in more than a fifth of its numbers, or a value in `aux` that is finite
+        in float32 only.
       off: how far the loss and each gradient are from float32's, relative to those. A
         loss whose terms cancel is compared with how much it changes with the
         parameters. Results that float32 does not determine, because it is off from

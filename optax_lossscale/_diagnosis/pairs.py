@@ -28,8 +28,8 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# On CPUs, XLA compiles three times as fast without its optimizations. Most pieces run
-# so few times that compiling them takes longer than running them.
+# On CPUs, XLA compiles faster without its optimizations. Most pieces run so few times
+# that compiling them takes longer than running them.
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -184,7 +184,7 @@ def _with_same_choices(pairs: list[Pair]) -> list[Pair]:
 
 @functools.cache
 def compiler_options() -> dict[str, bool | int]:
-    """Compiler options that keep every rounding, and on CPUs shorten the compilation."""
+    """Returns options that keep every rounding, and on CPUs shorten the compilation."""
     # By default, XLA may remove a cast to 16 bits and back, whose rounding counts here.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":

@@ -17,7 +17,7 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
 
     A thin line connects the dot to the typical size of the result. A dotted line marks
     where the backward pass begins, and the sizes that float16 cannot hold are shaded.
-    Results that are all 0 are left out, as the axis of sizes is logarithmic.
+    Results that are all 0 are left out, because the axis of sizes is logarithmic.
     """
     axes = axes_for(axes, height=3.2)
     rows = [row for row in table.rows if row.largest]

@@ -138,7 +138,7 @@ def _jaxprs_for_python(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
 
 
 def _noted_positions(eqn: JaxprEqn) -> Container[int]:
-    """The positions of the results that get a note of their own.
+    """Returns the positions of the results that get a note of their own.
 
     These are floats that are computed, and choices that depend on floats. A slice gets
     a note, too, although it is not computed: it may lack the largest numbers.

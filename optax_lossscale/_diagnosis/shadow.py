@@ -141,7 +141,7 @@ class _Runner:
         return [env[v] for v in program.outvars]
 
     def constants_of(self, program: Program) -> dict[Var, Value]:
-        """The values of a program's constants, which are the same on each device."""
+        """Returns the values of a program's constants, the same on each device."""
         env = {}
         for v, x in program.constants.items():
             value = Value(pair_of(x, self.widths))

@@ -41,13 +41,13 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """Builds the table from all notes of a run."""
-    iterations_of: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
+    notes_of_results: dict[tuple[Origin, int], list[Note]] = defaultdict(list)
     for note in notes:
-        iterations_of[note.origin, note.position].append(note)
+        notes_of_results[note.origin, note.position].append(note)
     rows = []
-    for iterations in iterations_of.values():
-        worst = max(iterations, key=lambda note: note.error)
-        largest = max(note.largest for note in iterations)
+    for notes_of_result in notes_of_results.values():
+        worst = max(notes_of_result, key=lambda note: note.error)
+        largest = max(note.largest for note in notes_of_result)
         rows.append(dataclasses.replace(worst.row, largest=largest))
     return Table(tuple(rows))
 

@@ -5,7 +5,7 @@ of JAX's operations, such as `dot_general`, to operands. An equation may itself 
 programs. For example, a `scan` holds its body. Read the files in this order:
 
 - `operations.py`: the table of what is known of each operation.
-- `versions.py`: the attributes of programs that differ between versions of JAX.
+- `versions.py`: the attributes known to differ between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `walk.py`: the programs in an equation, and the values that a value depends on.
 - `cached.py`: results for a program, computed once.

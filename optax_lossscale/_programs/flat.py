@@ -87,7 +87,7 @@ def _flattened(
 
 
 def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
-    """What stands for `v` in the flat program: by `env` if it is a variable, or itself.
+    """Returns what stands for `v` in the flat program: itself, unless `env` has it.
 
     With `jax_use_simplified_jaxpr_constants`, a literal may be an array. It becomes a
     new variable, whose value is added to `consts`.
@@ -102,7 +102,7 @@ def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
 
 
 def _call_source(eqn: JaxprEqn) -> Any:
-    """The source info of a call, with the called function's name among its scopes."""
+    """Returns the source info of a call, with the called function as a scope."""
     source = eqn.source_info
     if "name" not in eqn.params:
         return source
@@ -124,14 +124,14 @@ def _at_call(eqn: JaxprEqn, call_source: Any) -> JaxprEqn:
 
 
 def _callee(eqn: JaxprEqn) -> AnyJaxpr | None:
-    """The program that an equation calls, such as that of a `jit`, or None."""
+    """Returns the program that an equation calls, such as that of a `jit`, or None."""
     if Trait.CALLS not in traits(eqn):
         return None
     return programs_in(eqn)[0]
 
 
 def _short_callee(eqn: JaxprEqn) -> AnyJaxpr | None:
-    """The program of a `jit` or similar call if it is short, or None.
+    """Returns the program of a `jit` or similar call if it is short, or None.
 
     If `f` calls `g` twice, `g` calls `h` twice, and so on, then inlining every call
     would double the length at each level. So long programs stay calls.
@@ -144,7 +144,7 @@ def _short_callee(eqn: JaxprEqn) -> AnyJaxpr | None:
 
 @cached_by_program
 def _flat_length(program: AnyJaxpr) -> int:
-    """How many equations a program has once `flat` has inlined its short calls."""
+    """Counts the equations of a program once `flat` has inlined its short calls."""
     length = 0
     for callee in map(_short_callee, open_jaxpr(program).eqns):
         length += 1 if callee is None else _flat_length(callee)

@@ -17,7 +17,7 @@ from optax_lossscale._programs.values import dtype_in
 
 
 def key_of(eqn: JaxprEqn) -> Hashable:
-    """A key for what an equation does to its operands; see `hashable_or_id`.
+    """Returns a key for what an equation does to its operands; see `hashable_or_id`.
 
     The key may not be hashable, because it holds the parameters of the operation.
     """
@@ -27,7 +27,7 @@ def key_of(eqn: JaxprEqn) -> Hashable:
 
 
 def key_of_literal(literal: Literal) -> Hashable:
-    """A key for a literal: its dtype and bytes, which tell 0.0 from -0.0."""
+    """Returns a key for a literal: its dtype and bytes, which tell 0.0 from -0.0."""
     return dtype_in(literal), np.asarray(literal.val).tobytes()
 
 

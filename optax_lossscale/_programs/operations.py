@@ -24,8 +24,7 @@ class Trait(Flag):
     any dtype. Their derivatives may not: a sum would lose digits in 16 bits. So if the
     derivative is a sum, the operation runs in the dtype in which it was traced. If it
     has a trait of `RUNS_AS_STORED`, it runs in the dtype in which its operands are
-    stored, even in 16 bits. (Each operation that `SELECTS` also `MOVES`.) An example of
-    each trait:
+    stored, even in 16 bits. An example of each trait:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -35,7 +34,7 @@ class Trait(Flag):
     SENDS     `ppermute`          sends numbers back                as stored
     PLACES    `broadcast_in_dim`  sums what was repeated            as traced
     GATHERS   `gather`            sums what was read twice          as traced
-    CHOOSES   `clamp`             sums, where one bound serves all  as traced
+    CHOOSES   `clamp`             sums what one bound replaced      as traced
     ========  ==================  ================================  =========
 
     An operation that `SPREADS` runs in 16 bits if `autocast` stores its result in 16
@@ -47,10 +46,11 @@ class Trait(Flag):
 
     # Only moves numbers, or leaves some out, as `reshape` and `slice` do.
     MOVES = auto()
-    # Returns parts of an operand, which may lack the largest numbers of the whole.
+    # Returns parts of an operand, which may lack the largest numbers of the whole. Each
+    # such operation also `MOVES`, which `_row` adds.
     SELECTS = auto()
     # Moves or repeats numbers, puts them between others, or casts them. All of its
-    # results are numbers of its operands, so each such operation also `CHOOSES`.
+    # results are numbers of its operands, so it also `CHOOSES`, which `_row` adds.
     PLACES = auto()
     # Communicates between devices, so the number of bytes matters.
     SENDS = auto()
@@ -300,15 +300,15 @@ TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
 
 
 def row_of(eqn: JaxprEqn) -> Row:
-    """The row of an equation's operation; `UNKNOWN` if the table has none."""
+    """Returns the row of an equation's operation; `UNKNOWN` if the table has none."""
     return TABLE.get(name_of(eqn), UNKNOWN)
 
 
 def traits(eqn: JaxprEqn) -> Trait:
-    """The traits of an equation's operation."""
+    """Returns the traits of an equation's operation."""
     return row_of(eqn).traits
 
 
 def traits_of(name: str) -> Trait:
-    """The traits of the operation with this name; `Trait(0)` if it is not in the table."""
+    """Returns the traits of the operation with this name; none if it has no row."""
     return TABLE.get(name, UNKNOWN).traits

@@ -2,7 +2,8 @@
 
 A *value* is anything that may have a dtype: an array, traced or not, or a variable or
 literal of a jaxpr. For example, `dtype_in` accepts both `x` and the variable that
-stands for `x` in a program.
+stands for `x` in a program. (`_arrays/precision.py` has functions for the leaves of a
+user's trees, which may be Python numbers.)
 """
 
 import contextlib
@@ -31,7 +32,7 @@ HALVES = frozenset(map(jnp.dtype, ("float16", "bfloat16")))
 
 
 def dtype_in(x: Any) -> Any:
-    """The dtype of a value or an abstract value; None if it has no dtype."""
+    """Returns the dtype of a value or an abstract value; None if it has no dtype."""
     aval = getattr(x, "aval", x)
     return getattr(aval, "dtype", None)
 
@@ -87,29 +88,29 @@ def astypes(xs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 
 def dtypes_in(values: Sequence[Any]) -> list[Any]:
-    """The `dtype_in` of each value."""
+    """Returns the `dtype_in` of each value."""
     return [dtype_in(value) for value in values]
 
 
 def lengths_of(array: Any) -> list[int]:
-    """The lengths of an array's axes; a symbolic length of `jax.export` counts as 1024.
+    """Returns the lengths of an array's axes; a symbolic length counts as 1024.
 
-    A token, which has no shape, has no axes either.
+    Symbolic lengths come from `jax.export`. A token has no shape, and so no axes.
     """
     shape = getattr(array, "shape", ())
     return [n if isinstance(n, int) else 1024 for n in shape]
 
 
 def shape_in(v: Any) -> tuple[int, ...]:
-    """The shape of a variable or a literal."""
+    """Returns the shape of a variable or a literal."""
     return v.aval.shape
 
 
 def variables(values: Iterable[Any]) -> list[Var]:
-    """The variables among operands or results, without the literals."""
+    """Returns the variables among operands or results, without the literals."""
     return [v for v in values if isinstance(v, Var)]
 
 
 def size_of(array: Any) -> int:
-    """How many numbers an array holds; symbolic lengths count as in `lengths_of`."""
+    """Counts the numbers in an array; symbolic lengths count as in `lengths_of`."""
     return math.prod(lengths_of(array))

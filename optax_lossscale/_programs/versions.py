@@ -1,7 +1,7 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
-Jaxprs are internal to JAX, and their attributes change from release to release. Only
-this file reads the attributes that differ between the supported releases. A comment
+Jaxprs are internal to JAX, and their attributes change from release to release. Those
+that are known to differ between the supported releases are read only here. A comment
 `since jax …` or `before jax …` names the release of a change where it is known. (An
 operation that only some releases have is listed in `operations.py` like any other.)
 
@@ -18,10 +18,9 @@ AnyJaxpr = Jaxpr | ClosedJaxpr
 """A program: a jaxpr, open or closed."""
 
 
-def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
+def open_jaxpr(jaxpr: AnyJaxpr) -> Any:
     """The jaxpr that a closed jaxpr wraps, or an open one itself."""
-    opened: Any = getattr(jaxpr, "jaxpr", jaxpr)
-    return opened
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: AnyJaxpr) -> Sequence[Any]:

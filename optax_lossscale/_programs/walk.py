@@ -1,11 +1,11 @@
 """The programs in an equation, and the values that a value depends on.
 
-- `programs_in(eqn)` lists the programs that an equation runs. (The program that a
-  scatter or a `reduce` combines numbers with is not among them.)
+- `programs_in(eqn)` lists the programs that an equation runs, if the table of
+  operations names them. For an unknown operation, it lists all that the equation holds.
 - `result_programs(eqn)` lists those that compute its results. Only the condition of a
   `while` computes none.
 - `first_inner_operand(eqn)` is the position of the first operand that these programs
-  receive as an argument.
+  get as an argument.
 - `carry_positions(eqn)` is the range of the operands that a loop carries from one
   iteration to the next.
 
@@ -37,9 +37,10 @@ from optax_lossscale._programs.versions import (
 
 
 def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
-    """The programs that an equation runs, in order.
+    """Returns the programs that an equation runs, in the order in which they run.
 
-    If its operation is not in the table, they are all programs that it holds.
+    Those that the table of operations does not name, such as the `update_jaxpr` of a
+    `scatter`, are left out. Of an unknown operation, it returns all programs.
 
     Raises:
       NotImplementedError: if the equation has none of the parameters that its row in
@@ -62,7 +63,7 @@ def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
 
 
 def result_programs(eqn: JaxprEqn) -> list[AnyJaxpr]:
-    """The programs that compute the results of an equation that `enter` can run.
+    """Returns the programs that compute the results of an equation that is entered.
 
     These are all of its programs, except for the condition of a `while`, which only
     decides whether the loop goes on.
@@ -103,7 +104,7 @@ def producers_in(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
 
 
 def needed_for(values: Iterable[Any], producers: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """The variables among `values`, and all variables that they are computed from.
+    """Returns the variables among `values`, and all that they are computed from.
 
     `producers` is what `producers_in` returns for the equations to look through. A
     variable that none of them computes is where the search ends.

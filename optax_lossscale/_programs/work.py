@@ -2,8 +2,7 @@
 
 A *product* in this package is a matrix product or a convolution that sums. Inner
 products do not count, not even a batch of them: every axis of their operands is summed
-over, or an axis of the batch. Outer products do not count either, because they sum
-nothing.
+over or is a batch axis. Nor do outer products count, because they sum nothing.
 
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms
@@ -77,7 +76,7 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 
 
 def count_results(eqn: JaxprEqn) -> int:
-    """How many results a product computes, each a sum of `count_terms` terms.
+    """Counts the results that a product computes, each a sum of `count_terms` terms.
 
     If some terms cost no multiplication, it counts fewer results, so that results times
     terms is still about the number of multiplications.
@@ -95,7 +94,7 @@ def count_results(eqn: JaxprEqn) -> int:
 
 
 def count_terms(eqn: JaxprEqn) -> int:
-    """How many terms each result of an equation sums; 1 if the equation is not a sum.
+    """Counts the terms of each result of an equation; 1 if it is not a sum.
 
     Sums over devices count as 1, because no shape tells how many devices there are.
     """
@@ -127,7 +126,7 @@ def count_terms(eqn: JaxprEqn) -> int:
 
 
 def _contracted(eqn: JaxprEqn) -> Sequence[int]:
-    """The axes of the first operand that a matrix product sums over."""
+    """Returns the axes of the first operand that a matrix product sums over."""
     params = eqn.params
     ragged = params.get("ragged_dot_dimension_numbers")
     numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]

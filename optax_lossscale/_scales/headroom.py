@@ -29,8 +29,8 @@ from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 _OVERFLOW_BITS = 16  # All finite float16 numbers are below 2**16.
-# A reserve this deep means that the batch is at fault: of the 40 bits that float16's
-# numbers span, it leaves at most 8, so gradients that are further below the largest
+# A reserve this deep means that the batch is at fault: it would leave at most 8 of the
+# 40 bits that float16's numbers span, and gradients further below the largest would
 # underflow. This is also the most that one overflow adds to the reserve, apart from
 # rounding.
 _DEEP_BITS = 32
@@ -67,7 +67,7 @@ class HeadroomLossScale(LossScale):
 
     In the following rule, `size` is the least integer for which the step's largest
     gradient is below `2**size` (the exponent that `frexp` returns), and `largest` is
-    the size of the largest gradient that is remembered::
+    the remembered size, which falls slowly::
 
         if grads_overflow:
             overflows += 1

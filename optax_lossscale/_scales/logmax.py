@@ -52,8 +52,8 @@ class LogMaxLossScale(LossScale):
         At most 60.
       beta1: the decay of the mean, in [0, 1).
       beta2: the decay of the averages from which the spread is computed, in [0, 1).
-      overflow_std_dev: how many spreads above the mean log2 of a gradient may be
-        without an overflow, from 0 to 1e6.
+      overflow_std_dev: how many spreads log2 of a gradient may lie above the mean
+        before it overflows, from 0 to 1e6.
 
     Attributes:
       mean: moving average of `x` with decay `beta1`, not bias-corrected; float32, shape

@@ -214,8 +214,8 @@ def checks_gradients(update: T) -> T:
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """Packs scalars into one array, and returns them read back from it.
 
-    On CPU, kernels compile faster if they have fewer arguments. On GPU, the packing
-    would make XLA merge the kernels of several leaves, and merged kernels take longer
-    to compile.
+    On CPU, kernels compile faster if they have fewer arguments. On GPU, as compiled
+    programs show, the packing would make XLA merge the kernels of several leaves. We
+    expect merged kernels to take longer to compile (not timed).
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))

@@ -41,9 +41,9 @@ class ToleranceLossScale(LossScale):
                 overflows = steps = 0
                 loss_scale = max(loss_scale / factor, threshold)
 
-    with two exceptions: a scale that would fall to `min_scale` or below stays as it is
-    and becomes `exhausted`, and a scale that would grow beyond float32's range stays as
-    it is.
+    There are two exceptions. A scale that would fall to `min_scale` or below stays as
+    it is, and becomes `exhausted`. A scale that would grow beyond float32's range stays
+    as it is.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.

@@ -82,6 +82,9 @@ class SkipRule(Stateful):
     ) -> tuple[Self, jax.Array]:
         """Decides whether to apply one step, assuming that it is finite.
 
+        It is also called for steps that are not, with a norm or a loss of NaN or
+        infinity.
+
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
           value: the unscaled loss; float32, shape (). Unless the rule sets

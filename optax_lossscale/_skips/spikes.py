@@ -84,8 +84,8 @@ class SpikeSkipRule(SkipRule):
         max_debt = APPLIED_PER_SKIP * self.max_skips
         debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
         exceeds_budget = debt_if_skipped > max_debt
-        is_common = is_spike & exceeds_budget
-        should_apply = ~is_spike | is_common
+        is_over_budget = is_spike & exceeds_budget
+        should_apply = ~is_spike | is_over_budget
 
         # The window remembers the positive numbers of applied steps.
         is_remembered = is_positive & should_apply
@@ -95,7 +95,7 @@ class SpikeSkipRule(SkipRule):
             _last=jnp.where(is_remembered[:, None], with_logs, self._last),
             norm_limit=norm_limit,
             value_limit=value_limit,
-            skip_debt=jnp.where(is_common, max_debt, self.skip_debt),
+            skip_debt=jnp.where(is_over_budget, max_debt, self.skip_debt),
         )
         return new, should_apply
 
@@ -111,11 +111,11 @@ class SpikeSkipRule(SkipRule):
         indices = jnp.stack(ranks, axis=1)
         ordered = jnp.sort(self._last)
         ranked = jnp.take_along_axis(ordered, indices, axis=1)
-        median, quartile, common = ranked.T
+        median, quartile, often_reached = ranked.T
 
         deviation = _DEVIATION * (quartile - median)
         shortage = _ENOUGH_HISTORY / count.astype(jnp.float32)
         floor = self.least * jnp.maximum(1, shortage)
         allowed = jnp.maximum(self.factor * deviation, floor)
-        limits = jnp.maximum(median + allowed, common + allowed / 2)
+        limits = jnp.maximum(median + allowed, often_reached + allowed / 2)
         return jnp.where(seen < _MIN_HISTORY, jnp.inf, limits)

@@ -1,5 +1,7 @@
 """Variables of Flax NNX stand for the arrays in them, and count once where they are held twice."""
 
+import sys
+import types
 import warnings
 
 import jax
@@ -28,6 +30,12 @@ def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
     assert not isinstance(loss_scale.loss_scale, nnx.Variable)
     assert isinstance(loss_scale.loss_scale, jax.Array)
     assert loss_scale() == 8
+
+
+def test_flax_may_still_be_importing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax.nnx", types.ModuleType("flax.nnx"))
+    state = ols.with_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
+    assert ols.get_loss_scale(state)() == 2**15
 
 
 def test_a_loss_scale_that_is_held_twice_is_one():

@@ -729,6 +729,17 @@ def test_a_constant_that_float16_rounds_to_0_or_infinity_is_named(loss_fn):
     assert "write it as a float32 array" in constant
 
 
+def test_widened_products_of_several_dtypes_are_counted_together():
+    def loss_fn(params, x):
+        first = x.astype(F16) @ params["small"].astype(np.float64)
+        return jnp.mean(first**2) + jnp.mean((x.astype(F16) @ params["large"]) ** 2)
+
+    params = {"small": jnp.full((16, 4), 0.1), "large": jnp.full((16, 256), 0.1)}
+    with jax.enable_x64(True):
+        found = ols.diagnose(loss_fn, params, jnp.full((8, 16), 0.1))
+    assert "of the multiplications are in float64 and float32" in found.verdict
+
+
 def test_an_empty_batch_has_no_share_of_widened_products():
     def loss_fn(w, x):
         half = w.astype(F16) * F16(2)

@@ -80,6 +80,22 @@ def test_a_row_names_a_parameter_that_holds_a_program():
         is_cheap(renamed)
 
 
+def test_a_row_names_an_attribute_of_a_parameter_that_holds_a_program():
+    solve = lambda _, b: b
+    function = lambda x: lax.custom_linear_solve(lambda y: y, x, solve, symmetric=True)
+    (eqn,) = jax.make_jaxpr(function)(1.0).jaxpr.eqns
+    assert programs_in(eqn) == [eqn.params["jaxprs"].solve]
+    for params in ({"solvers": eqn.params["jaxprs"]}, {"jaxprs": None}):
+        with pytest.raises(NotImplementedError, match="`custom_linear_solve` in none"):
+            programs_in(eqn.replace(params=params))
+
+
+def test_traits_that_follow_from_others_are_added():
+    for row in TABLE.values():
+        assert Trait.SELECTS not in row.traits or Trait.MOVES in row.traits
+        assert Trait.PLACES not in row.traits or Trait.CHOOSES in row.traits
+
+
 @pytest.mark.parametrize("flag", list(ENTERED), ids=lambda flag: flag.name)
 def test_each_way_to_be_entered_is_that_of_an_operation_which_runs_so(flag):
     assert any(flag in row.traits for row in TABLE.values())
