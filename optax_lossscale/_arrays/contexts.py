@@ -1,15 +1,17 @@
-"""Settings that apply while a function is traced, and that JAX's caches know about.
+"""Settings that apply while a function is traced, and are part of JAX's cache keys.
 
-Each setting is one of JAX's user contexts. `with OVERFLOWS(True):` sets it, and a
-function that is being traced can read `OVERFLOWS.value`. The traced program depends on
-the value, so JAX makes the value part of its cache keys: a function that was compiled
-under one value is not used under another.
+For example, `diagnose` traces a loss function under `with DIAGNOSING(True):`. A call of
+`scale_gradient` inside that function reads `DIAGNOSING.value`, and scales nothing.
 
-Creating a context changes the cache keys, too, so JAX compiles again whatever it has
-compiled before. That is why all contexts are created here, when the package is
-imported, before the first step is compiled. `jax.extend` is imported here for the same
-reason: since jax 0.12 it imports Pallas, which creates another context, and the modules
-of this package that use it are imported only later.
+The settings are user contexts of JAX, and not global variables, because a traced
+program depends on them. JAX makes their values part of its cache keys. So a program
+that was compiled under one value never runs under another.
+
+Do not create a context elsewhere. A new context changes the cache keys, so every
+function that was compiled before is compiled again. The contexts here are created when
+the package is imported, before the first step is compiled. `jax.extend` is imported
+here for the same reason: since jax 0.12 it imports Pallas, which creates another
+context, and the modules of this package that use it are imported only later.
 """
 
 import jax
@@ -21,19 +23,20 @@ AUTOCAST_DTYPE = jax.make_user_context(None)
 OVERFLOWS = jax.make_user_context(False)
 """Whether every fixed loss scale is infinite, so that the gradients of a step overflow.
 
-`testing` sets it. A compiled step holds a fixed scale as a constant, so the scale
-cannot be replaced from outside.
+`testing` sets it, because a fixed scale is a constant of the compiled step: no argument
+of the step could replace it.
 """
 
 BLANK_METRICS = jax.make_user_context(False)
 """Whether `metrics` returns the initial scale, and zeros for the scale's other state.
 
-`testing` sets it, so that the metrics do not count as outputs that depend on the scale.
+`testing` sets it. Otherwise `assert_scale_invariant` would find that the metrics depend
+on the loss scale, as they should.
 """
 
 DIAGNOSING = jax.make_user_context(False)
 """Whether `diagnose` is tracing the function.
 
-If it is, no warnings are issued, because the report contains them. And `scale_gradient`
-scales nothing, because `diagnose` itself tries loss scales.
+If it is, this package issues no warnings, because the report contains them. And
+`scale_gradient` scales nothing, because `diagnose` itself tries loss scales.
 """

@@ -1,9 +1,11 @@
 """Saving loss scales and skip rules with `flax.serialization`, without importing it.
 
-Flax keeps a table with two functions for each type: one converts an instance to a dict,
-and the other restores an instance from such a dict. For a loss scale, the dict holds
-only its state, such as `{"loss_scale": 1024.0, …}`. Restoring keeps the configuration
-of the instance that the state is restored into.
+`flax.serialization.to_bytes(train_state)` saves a loss scale inside it as a dict of its
+state, such as `{"loss_scale": 1024.0, …}`. `from_bytes` puts that state into the loss
+scale of its target, whose configuration it keeps.
+
+For this, Flax has a table with two functions for each type: one converts an instance to
+a dict, and the other restores an instance from such a dict.
 """
 
 import contextlib
@@ -19,12 +21,12 @@ from optax_lossscale._arrays import messages
 
 
 def register_with_flax(cls: Any) -> None:
-    """Tells Flax how to save and restore a `Stateful` class, if Flax is imported.
+    """Adds a `Stateful` class to Flax's table, if Flax is imported.
 
-    Flax would treat an unregistered type as a leaf, and restore whatever was saved in
-    its place. Flax may be imported after the class was defined, so this is called
-    whenever an instance is created, as happens at each step. Flax must be imported
-    before the step whose state is saved.
+    Flax treats a type that is not in its table as a leaf, and restores whatever was
+    saved in its place. Flax may be imported after the class was defined, so this is
+    called whenever an instance is created, as happens whenever a step is traced or
+    returns. So Flax must be imported before the step whose state is saved.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)
@@ -45,14 +47,15 @@ def _to_state_dict(stateful: Any) -> dict[str, Any]:
 
 
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
-    """A copy of `stateful` with the saved state, whose shapes must be the same."""
+    """Returns `stateful` with the saved state, which must have the same shapes."""
     state = _to_state_dict(stateful)
     shapes = jax.tree.map(np.shape, state)
     saved_shapes = jax.tree.map(np.shape, saved)
     if saved_shapes != shapes:
         raise ValueError(
             f"a saved {type(stateful).__name__} must hold arrays of the shapes that "
-            f"its configuration gives them, {shapes}; got "
-            f"{messages.shown(saved_shapes)}"
+            f"its configuration gives them, {shapes}, got "
+            f"{messages.shown(saved_shapes)}. Restore it into one that has the "
+            "configuration with which it was saved"
         )
     return stateful.replace(**saved)

@@ -1,9 +1,9 @@
-"""Errors and warnings in the user's words: names, values and the line of the call.
+"""Errors and warnings that name what the user wrote: arguments, values and lines.
 
-An argument may change its name before it is checked: a preset that has an argument
-`init_scale` passes it on as `initial_scale`. An error should still name `init_scale`,
-which is what the user wrote. So the preset is decorated with
-`user_names(init_scale="initial_scale")`, and `refuse` looks up the user's name.
+An argument may change its name before it is checked: `presets.pytorch(init_scale=-1)`
+passes the number on as `initial_scale`. The error should still say
+"init_scale must be …, got -1". So the preset is decorated with
+`user_names(init_scale="initial_scale")`, and `refuse` replaces the name.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from optax_lossscale._arrays.contexts import DIAGNOSING
 
-# Frames of these packages are never the user's line: the user's functions call these
-# packages, and are called by them.
+# A warning never points to a line of these packages. They call the user's functions, so
+# their frames may lie between the user's line and ours.
 LIBRARIES = (
     "einops",
     "equinox",
@@ -39,6 +39,8 @@ _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
     "user_names", default=MappingProxyType({})
 )
 
+# These limits, and the 300 characters of `shown`, were chosen. They keep an error with
+# two values below 600 or so characters, whatever was passed.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = 60
@@ -52,9 +54,10 @@ def shown(value: Any) -> str:
 
 
 def warn(text: str) -> None:
-    """Issues a warning that points to the line of the user's code that led here.
+    """Issues a warning that points to the innermost line outside of `LIBRARIES`.
 
-    Does nothing while `diagnose` traces the function, as the report has the warning.
+    Does nothing while `diagnose` traces the function, because its report contains the
+    same remark.
     """
     if DIAGNOSING.value:
         return
@@ -83,11 +86,12 @@ def user_name(name: str) -> str:
 
 @contextlib.contextmanager
 def user_names(**arguments: str) -> Iterator[None]:
-    """Makes errors call arguments by the names that the caller has for them.
+    """Makes `refuse` replace the names of arguments by those that the user wrote.
 
-    Use it as a context manager, or to decorate the caller. Each keyword is an argument
-    of the caller, and its value the name under which the argument is passed on, as in
-    `user_names(init_scale="initial_scale")`.
+    Use it as a context manager or as a decorator of the function that passes arguments
+    on. Each keyword is an argument of that function, and its value is the name under
+    which the argument is passed on: `user_names(init_scale="initial_scale")`. Nested
+    uses combine.
     """
     names = dict(_USER_NAMES.get())
     for argument, passed_name in arguments.items():

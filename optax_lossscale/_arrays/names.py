@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 
 
 def make_public(module: str, *objects: Any) -> None:
-    """Makes a public module the home of classes and functions from private files.
+    """Sets the `__module__` of classes and functions from private files.
 
     Reprs, pickles and tracebacks then name the public module, so a pickle can be loaded
     even if a private file has moved. The price is that `inspect.getsource` does not
@@ -27,26 +27,26 @@ def make_public(module: str, *objects: Any) -> None:
 
 
 def path_name(path: Any) -> str:
-    """A leaf's path in a pytree, such as `decoder/layer_3/kernel`, or `.` for the root."""
+    """Returns a leaf's path as text: `decoder/layer_3/kernel`, or `.` for the root."""
     return keystr(path, simple=True, separator="/") or "."
 
 
 def natural_sort_key(name: str) -> list[tuple[str, int]]:
-    """A key that sorts names with their numbers in order: layer_2 precedes layer_10."""
+    """Returns a key that sorts numbers in names by value: layer_2 before layer_10."""
     parts = re.findall(r"(\D*)(\d*)", name)
     return [(text, int(digits or 0)) for text, digits in parts]
 
 
 def without_numbers(name: str) -> str:
-    """Replaces the numbers in a name, as in `blocks/*/mlp/w1`, so that layers share it.
+    """Replaces the numbers in a name by `*`, so that layers share it.
 
-    Digits next to a letter stay, as in `w1`.
+    Digits next to a letter stay: `blocks/3/mlp/w1` becomes `blocks/*/mlp/w1`.
     """
     return re.sub(r"(?<![^\W_])\d+(?![^\W_])", "*", name)
 
 
 def scale_name(scale: float) -> str:
-    """A loss scale as text: `2**15` for a power of two, decimal for other numbers."""
+    """Returns a loss scale as text: `2**15` for a power of two, else a decimal."""
     mantissa, exponent = math.frexp(scale)
     is_power = mantissa == 0.5
     return f"2**{exponent - 1}" if is_power else f"{scale:g}"

@@ -1,8 +1,9 @@
-"""How an array lies on several devices: placed by the compiler, or by `shard_map`.
+"""What is known, while an array is traced, about the devices that it is on.
 
-An array's type names a mesh of devices. Along axes that the compiler manages, the array
-is one global array, whose parts may lie on different devices. Along axes that
-`shard_map` maps, each replica has an array that may differ from the others.
+The type of a traced array contains a mesh of devices, whose axes are of two kinds.
+Along `Auto` and `Explicit` axes, the array is one global array, and the compiler may
+divide it into shards. Along `Manual` axes, `shard_map` has divided it: each replica has
+an array of its own, which may differ from the others.
 """
 
 import contextlib
@@ -13,13 +14,13 @@ from jax.sharding import AxisType
 
 
 def is_on_several_devices(x: jax.Array) -> bool:
-    """Whether JAX knows, while it traces an array, that it lies on several devices.
+    """Whether an array is known, while it is traced, to be on several devices.
 
-    JAX knows if the arguments of the `jit` lie on several devices, or under
-    `jax.set_mesh`. It does not know yet if only `in_shardings` will place the arguments
-    there. Nor may it know, while it traces, whether the array is partitioned over the
-    devices or replicated. Axes that `shard_map` maps do not count: along these, the
-    array is what a single replica holds.
+    It is known if the arguments of the `jit` are on several devices, or under
+    `jax.set_mesh`. It is not known yet if only `in_shardings` will put the arguments
+    there. A True does not say whether the array is sharded over the devices or
+    replicated. Axes that `shard_map` maps do not count: along these, the array is what
+    a single replica has.
     """
     mesh = jax.typeof(x).sharding.mesh
     for size, axis_type in zip(mesh.axis_sizes, mesh.axis_types, strict=True):
@@ -29,7 +30,7 @@ def is_on_several_devices(x: jax.Array) -> bool:
 
 
 def varying_axes(x: jax.Array) -> frozenset:
-    """The mapped axes of a `shard_map` along which replicas hold different values.
+    """Returns the axes of a `shard_map` along which replicas may have different values.
 
     JAX tracks these axes only with `check_vma`. Without it, the set is empty.
     """
@@ -45,8 +46,8 @@ def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which a program that was traced with these arrays can run.
 
     A program that was traced with arrays on a mesh with explicit axes can run on other
-    arrays only while that mesh is set. If one of these arrays lies on such a mesh, the
-    context sets it. If none does, or if a mesh is set already, the context does nothing.
+    arrays only while that mesh is set. If one of these arrays is on such a mesh, the
+    context sets it. If none is, or if a mesh is set already, the context does nothing.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):

@@ -2,8 +2,10 @@
 
 Loss scaling multiplies and divides *inexact* leaves, which hold floating-point or
 complex numbers of any width. It leaves all others as they are. *Narrow* leaves, which
-hold floating-point numbers of 16 bits or fewer, are converted to float32 first. If
-small gradients were divided by the loss scale in float16, they would underflow again.
+hold floating-point numbers of 16 bits or fewer, are converted to float32 first::
+
+    float16(2**-15) / 2**15             # 0: the gradient has underflowed again
+    float32(float16(2**-15)) / 2**15    # 2**-30
 
 `precise_product` multiplies the loss scale itself, when it grows or backs off.
 """
@@ -33,7 +35,7 @@ def is_narrow_leaf(x: Any) -> bool:
 
 def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    # `jnp.float32` has a dtype, too, but is a class.
+    # `jnp.float32` has a dtype, too, but is a class, and not a number.
     has_dtype = hasattr(x, "dtype") and not isinstance(x, type)
     return has_dtype or isinstance(x, (bool, int, float, complex))
 
@@ -63,10 +65,11 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
 
 
 def strongly_typed(x: Any, dtype: Any = None) -> Any:
-    """Converts `x` to a strongly typed array, of `dtype` or of its own dtype.
+    """Converts `x` to an array of `dtype`, or of its own dtype, without a weak type.
 
-    If an array's type changed between weak and strong from one step to the next, JAX
-    would trace and compile the step again.
+    For example, `jnp.asarray(1.0)` has a weak type: added to a float16 array, it does
+    not make the sum float32. If an array's type changed between weak and strong from
+    one step to the next, JAX would trace and compile the step again.
     """
     if dtype is None:
         dtype = dtype_of(x)
@@ -74,15 +77,15 @@ def strongly_typed(x: Any, dtype: Any = None) -> Any:
 
 
 def precise_product(scale: jax.Array, factor: float) -> jax.Array:
-    """Multiplies a scale by a Python float in float64, and rounds the product to float32."""
+    """Multiplies a scale by a Python float, and rounds only the product to float32."""
     factor32 = np.float32(factor)
     is_exact = float(factor32) == factor
     if is_exact:
         return scale * factor32
     # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
     # float32 product with 1/3 may be an ulp off, because 1/3 is itself rounded, and XLA
-    # compiles a division by a constant to that very product. In float64, both results
-    # are those of the other systems.
+    # compiles a division by a constant to that very product. A product in float64,
+    # rounded to float32, is what these systems get.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)
@@ -90,9 +93,9 @@ def precise_product(scale: jax.Array, factor: float) -> jax.Array:
 
 
 def dtype_of(x: Any) -> np.dtype:
-    """The dtype that JAX uses for an array, an abstract array or a Python number.
+    """Returns the dtype that JAX gives an array, an abstract array or a Python number.
 
-    With 64-bit types disabled, a float64 NumPy array counts as float32.
+    With 64-bit types disabled, that of a float64 NumPy array is float32.
     """
     if not hasattr(x, "dtype"):
         return jnp.result_type(x)

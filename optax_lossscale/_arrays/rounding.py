@@ -1,14 +1,18 @@
 """Float32 numbers in two parts: their rounding to 16 bits, and the rest.
 
-`split` takes a number apart, and `join` puts it together again. The rounded number is a
-parameter of the model. The rest is kept in the state of the optimizer.
+`with_master_weights` trains 16-bit parameters as if they were float32. `split` rounds a
+float32 number: the model gets the rounded number, and the optimizer's state the rest.
+At the next step, `join` restores the float32 number::
+
+    rounded, rest = split(number, jnp.bfloat16)
+    number == join(rounded, rest)
 
 A bfloat16 number is the upper half of a float32 number, so the rest of a number that is
 rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero, and not to even
 as `astype` rounds them. Then exactly 2**16 float32 numbers round to each bfloat16
-number, and 16 bits tell them apart. With ties to even, 2**16 + 1 float32 numbers would
-round to every second bfloat16 number. Only numbers that round to zero or to infinity
-are lost: `join` returns the zero or the infinity.
+number other than zero and infinity, and 16 bits tell them apart. With ties to even,
+2**16 + 1 float32 numbers would round to every second bfloat16 number. Numbers that
+round to zero or to infinity are lost: `join` returns the zero or the infinity.
 
 Rounding to float16 drops more than 16 bits of small and of large numbers. There the
 rest is the whole float32 number, and nothing is lost.
@@ -28,19 +32,22 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 # half of the bits is cut off, so that the upper half is rounded. The rest of a number
 # that bfloat16 represents exactly is therefore 0x8000.
 _HALF = np.uint32(0x8000)
+# The bits of a float32 number that are also those of a bfloat16 number
 _UPPER_MASK = np.uint32(0xFFFF0000)
+# All bits but the sign
 _MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
 _MAGNITUDE_MASK_OF_16_BITS = np.uint16(0x7FFF)
-_SMALLEST_BITS = np.uint32(0x00010000)  # of the smallest positive bfloat16 number
+# As float32: the smallest positive bfloat16 number, and infinity
+_SMALLEST_BITS = np.uint32(0x00010000)
 _INFINITY_BITS = np.uint32(0x7F800000)
 
 
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Rounds float32 numbers to a 16-bit dtype; returns `(rounded, rest)`.
+    """Rounds float32 numbers to float16 or bfloat16; returns `(rounded, rest)`.
 
-    `rounded` is still a float32 array. `rest`, of the same shape, is uint16 for
-    bfloat16, and for float16 the float32 numbers themselves. Infinities and NaNs stay
-    as they are.
+    Both have the shape of `number`. `rounded` has float32 as its dtype, so that updates
+    of it are computed in float32. `rest` is uint16 for bfloat16, and for float16 the
+    float32 numbers themselves. Infinities and NaNs stay as they are.
     """
     narrow = ("float16", "bfloat16")
     validation.one_of("the dtype of a parameter", str(dtype), narrow)
@@ -56,11 +63,11 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
-    """Restores the float32 numbers that `split` took apart.
+    """Restores the float32 numbers that `split` rounded.
 
-    `rounded` may have changed since then. A changed float16 number is returned as it
-    is. To a changed bfloat16 number, the old rest is still added, which changes it by
-    at most half of a unit in its last place.
+    `rounded` may have been changed since then, say by loading other weights. A changed
+    float16 number is returned as it is. To a changed bfloat16 number, the old rest is
+    still added, which changes it by at most half of a unit in its last place.
     """
     rounded = at_least_float32(rounded)
     if narrow_dtype(rest) == jnp.float16:
@@ -79,16 +86,16 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
 
 
 def narrow_dtype(rest: Any) -> np.dtype:
-    """The 16-bit dtype of the parameters whose rest `split` returned."""
+    """Returns float16 or bfloat16, whichever `split` rounded to for this rest."""
     is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
     dtype = jnp.bfloat16 if is_bits else jnp.float16
     return jnp.dtype(dtype)
 
 
 def _number_unless_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
-    """`number` where `rounded` is still its rounding to float16, else `rounded`."""
-    # Bits are compared, and not values: where a rounded value is only compared, a
-    # compiler may leave the rounding out. The sign of a zero does not count, because
+    """Returns `number` where it rounds to `rounded` in float16, elsewhere `rounded`."""
+    # Bits are compared, and not values. If a rounded value were only compared, a
+    # compiler might leave the rounding out. The sign of a zero does not count, because
     # adding an update of 0.0 turns -0.0 into 0.0.
     own_bits = _float16_bits(number)
     bits = _float16_bits(rounded)

@@ -1,15 +1,15 @@
 """The base class of loss scales and skip rules: a frozen dataclass that is a pytree.
 
-A subclass has two kinds of fields:
+A subclass has two kinds of fields::
 
     class Counting(LossScale):
-        limit: int = 10  # configuration
-        overflows: jax.Array = state_field(0)  # state
+        limit: int = 10                          # configuration
+        overflows: jax.Array = state_field(0)    # state
 
 *Configuration* never changes. It is passed to the constructor, which checks it, and
-`get_config` returns it as a dict. Under `jit` it is static, because it is part of the
-tree's structure. *State* changes from step to step, and its arrays are the leaves of
-the tree. `replace` returns a copy with new state.
+`get_config` returns it as a dict. It is part of the tree's structure, so it is static
+under `jit`. *State* changes from step to step. Its arrays are the leaves of the tree,
+and `replace` returns a copy with new ones.
 
 A subclass needs no decorator: `__init_subclass__` makes it a dataclass and registers it
 with JAX.
@@ -41,8 +41,10 @@ def state_field(
 ) -> Any:
     """Declares state: a field of a `LossScale` or skip rule that changes at each step.
 
-    The field is an array and a leaf of the pytree. `replace` returns a copy with a new
-    value of it.
+    The field is an array. A compiled step receives it and returns it, a checkpoint
+    contains it, and `replace` returns a copy with a new value of it. A field that is
+    declared without `state_field` is configuration: a constant of the compiled step,
+    which `replace` refuses to change.
 
     Args:
       default: the initial value. A bool, int or float becomes a bool, int32 or float32
@@ -58,7 +60,8 @@ def state_field(
       ...     overflows: jax.Array = ols.state_field(0)
       ...
       ...     def adjust(self, grads_finite):
-      ...         return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))
+      ...         overflowed = jnp.logical_not(grads_finite)
+      ...         return self.replace(overflows=self.overflows + overflowed)
       >>> ls, _ = Counting().update({"w": jnp.array(jnp.inf)})
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
@@ -82,11 +85,11 @@ def state_field(
 def checked(
     check: validation.Check, *, default: Any = dataclasses.MISSING, **allowed: Any
 ) -> Any:
-    """Declares a field of configuration, whose values `__post_init__` checks.
+    """Declares a field of configuration with a check, which `__post_init__` calls.
 
-    `allowed` holds keywords for the check, as in
-    `checked(validation.int_between, least=0, most=24)`. A subclass that declares the
-    field again without a check inherits this one.
+    The other keywords are passed to the check, as in
+    `checked(validation.int_between, least=0, most=24)`. If a subclass declares the
+    field again without a check, say with another default, it inherits this one.
     """
     metadata = {"check": functools.partial(check, **allowed)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -102,17 +105,26 @@ class Stateful(abc.ABC):
     Two instances are equal if they have the same class, configuration and state. To
     compare the state, `==` waits for the device. It raises a `TypeError` if the state
     is traced.
+
+    Attributes:
+      _kind: "loss scale" or "skip rule", for errors.
+      _state_names: the names of the state fields, in order.
+      _static_names: the names of the configuration fields, in order.
+      _checks: the check of each configuration field that has one, by its name.
+      _state_checks: the checks of Python numbers that are passed to `replace`, by the
+        name of the state field.
+      _classes: all subclasses, in order of definition; one list for all of them.
     """
 
-    _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors
+    _kind: ClassVar[str]
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
-    _checks: ClassVar[dict[str, validation.Check]] = {}  # of configuration
+    _checks: ClassVar[dict[str, validation.Check]] = {}
     _state_checks: ClassVar[dict[str, validation.Check]] = {}
-    _classes: ClassVar[list[type[Self]]] = []  # all subclasses, in order of definition
+    _classes: ClassVar[list[type[Self]]] = []
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_with_flax(cls)  # here, because Flax may have been imported just now
+        register_with_flax(cls)  # Flax may have been imported after the class.
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -129,8 +141,8 @@ class Stateful(abc.ABC):
     def _sort_fields(cls) -> None:
         """Lists the names of state and configuration, and the configuration's checks.
 
-        `_checks` begins with those of the base class, which a field without a check of
-        its own inherits.
+        `_checks` begins as a copy of the base class's. So a field that is declared
+        again without a check keeps its check.
         """
         cls._state_names = []
         cls._static_names = []
@@ -169,11 +181,14 @@ class Stateful(abc.ABC):
         return f"{type(self).__name__}({listed})"
 
     def _set(self, **values: Any) -> None:
-        """Sets fields of an instance that is being created, although it is frozen."""
+        """Sets fields although the class is frozen; for an instance being created."""
         vars(self).update(values)
 
     def replace(self, **state: ArrayLike) -> Self:
-        """Returns a copy with new values of some state fields, cast to their old dtypes.
+        """Returns a copy with new values of some state fields.
+
+        The values are cast to the dtypes of the old ones, so that the step is not
+        compiled again.
 
         Args:
           **state: the new values by field name. They may be numbers or arrays, also
@@ -212,8 +227,8 @@ class Stateful(abc.ABC):
         The dict does not contain the state.
 
         Returns:
-          `{"class_name": …, "config": {…}}`. For a class of this library, the dict can
-          be stored as JSON. For your own class, it can if the values of its fields can.
+          `{"class_name": …, "config": {…}}`. For a class of this library, it can be
+          stored as JSON. For your own class, it can if the values of its fields can.
         """
         config = {}
         for field in dataclasses.fields(self):
@@ -227,9 +242,9 @@ class Stateful(abc.ABC):
 
         Args:
           config: `{"class_name": …, "config": {…}}`. The name is that of this class or
-            of a subclass; if several have the name, the last one defined is built. A
-            class of your own that shares its name with a class of this library is named
-            with its module, as in `my_module.DynamicLossScale`.
+            a subclass. If several have the name, the last one defined is built. If your
+            class has the name of a class of this library, put its module before the
+            name, as in `my_module.DynamicLossScale`. `get_config` does.
 
         Returns:
           An instance of that class, in its initial state.
@@ -244,9 +259,10 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        subclasses = [c for c in cls._classes if issubclass(c, cls)]
-        concrete = [c for c in subclasses if not inspect.isabstract(c)]
-        class_of_name = {_config_name(c): c for c in concrete}
+        class_of_name = {}
+        for subclass in cls._classes:
+            if issubclass(subclass, cls) and not inspect.isabstract(subclass):
+                class_of_name[_config_name(subclass)] = subclass
         match config:
             case {"class_name": str(name), "config": arguments, **rest} if (
                 name in class_of_name and not rest
@@ -270,7 +286,7 @@ class Stateful(abc.ABC):
 
     @classmethod
     def _unflatten(cls, configuration: Any, state: Any) -> Self:
-        """Builds an instance with these leaves, unchecked: JAX also passes placeholders."""
+        """Builds an instance without checks, because JAX also passes placeholders."""
         self = cls.__new__(cls)  # `__init__` would set the initial state
         state_by_name = dict(zip(cls._state_names, state, strict=True))
         self._set(**dict(configuration), **state_by_name)
@@ -278,24 +294,24 @@ class Stateful(abc.ABC):
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """Calls `cls(**config)`; a `ValueError` lists all keys if one is wrong."""
+    """Calls `cls(**config)`, or raises a `ValueError` that lists the possible keys."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**config)
     except TypeError as error:
         keys = ", ".join(signature.parameters)
         raise ValueError(
-            f"the config of {cls.__name__} must be a dict with keys among {keys}, and "
-            f"with those that have no default; got {messages.shown(config)}"
+            f"the config of {cls.__name__} must be a dict with keys among {keys}, got "
+            f"{messages.shown(config)}. Keys without a default are required"
         ) from error
     return cls(**config)
 
 
 def check_successor(new: Any, old: Stateful, method: str) -> None:
-    """Raises a `TypeError` unless `new` may replace `old`; a user's method returned it.
+    """Raises a `TypeError` unless `new` may replace `old` in the state of a step.
 
-    It must have the class and configuration of `old`, and its state must have the same
-    shapes. Dtypes are not checked.
+    A user's `method` has returned `new`. It must have the class and configuration of
+    `old`, and state of the same shapes. Dtypes are not checked.
     """
     leaves, structure = jax.tree.flatten(new)
     old_leaves, old_structure = jax.tree.flatten(old)
@@ -304,8 +320,8 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
     if structure != old_structure or shapes != old_shapes:
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
-            "configuration, with state of the same shapes: return self.replace(…) from "
-            f"{method}. Got {messages.shown(new)}"
+            f"configuration, with state of the same shapes, but {method} returned "
+            f"{messages.shown(new)}. End {method} with: return self.replace(…)"
         )
 
 
@@ -320,9 +336,9 @@ def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
 
 
 def _config_name(cls: type[Stateful]) -> str:
-    """The name of a class in a config.
+    """Returns the name of a class in a config.
 
-    It includes the module of a user's class that shares its name with one of ours.
+    If a user's class has the name of one of ours, its module is put before the name.
     """
     our_names = {c.__name__ for c in Stateful._classes if _is_ours(c)}
     if cls.__name__ in our_names and not _is_ours(cls):

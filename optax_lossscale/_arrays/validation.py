@@ -1,9 +1,15 @@
-"""Checks of arguments: they return the value, or raise an error that says what is allowed.
+"""Checks of arguments: they return the value, or raise an error that says what fits.
 
-A `Check` accepts an argument's name and value, and sometimes keywords that say what is
-allowed: `int_between("margin", 3, least=0, most=24)`. It returns the value, or raises a
-`ValueError` such as "margin must be an int between 0 and 24, got 99". A check of a
-number also accepts a NumPy scalar or an array of shape (), and returns a Python number.
+For example::
+
+    int_between("margin", 3, least=0, most=24)     # 3
+    int_between("margin", 99, least=0, most=24)
+    # ValueError: margin must be an int between 0 and 24, got 99
+
+Such a function is a `Check`: it accepts an argument's name and value, and sometimes
+keywords that say what is allowed. A check of a number also accepts a NumPy scalar or an
+array of shape (), and returns a Python number, which is hashable and can be stored as
+JSON.
 
 A function whose name begins with `check_` returns nothing. It raises an error if an
 argument has the wrong type, or does not fit the others. All checks run in Python, even
@@ -22,18 +28,21 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
-SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
+# The smallest normal and the largest float32 number
+SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
-ABOVE_ZERO = math.ulp(0.0)  # the smallest positive float
-BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
+# The smallest positive Python float
+ABOVE_ZERO = math.ulp(0.0)
+# The largest float32 number below 1
+BELOW_ONE = 1 - 2.0**-24
 LARGEST_INT = int(np.iinfo(np.int32).max)
 
+# A function that checks an argument, called as `check(name, value, **allowed)`
 Check = Callable[..., Any]
-"""A function that checks an argument, called as `check(name, value, **allowed)`."""
 
 
 def python_number(value: Any) -> int | float | None:
-    """Converts a number, or a concrete array of shape (), to a Python number.
+    """Converts a number, or an array of shape (), to a Python number.
 
     Returns None for anything else, including bools and traced arrays.
     """
@@ -46,7 +55,7 @@ def python_number(value: Any) -> int | float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Whether this is a real number or an array of real numbers; bools do not count."""
+    """Whether a value is a real number or an array of them; bools do not count."""
     if not is_array_leaf(value):
         return False
     dtype = dtype_of(value)
@@ -57,7 +66,7 @@ def is_real(value: Any) -> bool:
 def number_between(
     name: str, value: Any, *, least: float, most: float, allowed: str | None = None
 ) -> float:
-    """Checks that a number lies between `least` and `most`, inclusive; returns a float.
+    """Checks that a number is between `least` and `most`, inclusive; returns a float.
 
     `allowed` describes the range in the error message.
     """
@@ -70,7 +79,7 @@ def number_between(
 
 
 def int_between(name: str, value: Any, *, least: int, most: int) -> int:
-    """Checks that an int lies between `least` and `most`, inclusive."""
+    """Checks that an int is between `least` and `most`, inclusive."""
     x = python_number(value)
     if not isinstance(x, int) or not least <= x <= most:
         refuse(name, value, f"an int between {least} and {most}")
@@ -105,7 +114,7 @@ def scale_or_none(name: str, value: Any) -> float | None:
 def check_bounds(
     min_scale: float | None, initial_scale: float, max_scale: float | None
 ) -> None:
-    """Raises a `ValueError` unless a scale lies within its bounds; None means no bound."""
+    """Raises a `ValueError` unless a scale is within its bounds; None is no bound."""
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if not is_low and not is_high:
@@ -122,7 +131,7 @@ def check_bounds(
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """Checks that an argument is one of a few options, and has their type.
 
-    The type matters because 1 equals True, but should not pass for it.
+    Without the type, `1` would pass for `True`, which it equals.
     """
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:
@@ -155,7 +164,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
 def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether a value is a function, and not a tree that can be called.
 
-    An Equinox module, for example, is such a tree.
+    An Equinox module, for example, is a tree that can be called.
     """
     return callable(value) and jax.tree_util.all_leaves([value])
 
@@ -196,13 +205,13 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether a tree holds tracers, whose numbers are not known yet."""
+    """Whether a tree contains tracers, whose numbers are not known yet."""
     leaves = jax.tree.leaves(tree)
     return any(isinstance(x, jax.core.Tracer) for x in leaves)
 
 
 def check_concrete(name: str, tree: Any) -> None:
-    """Raises a `TypeError` if a tree holds tracers, whose numbers no host can read."""
+    """Raises a `TypeError` if a tree contains tracers, which the host cannot read."""
     if is_traced(tree):
         raise TypeError(
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "

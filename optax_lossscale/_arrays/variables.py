@@ -1,9 +1,9 @@
 """Variables of Flax NNX, and the arrays in them.
 
-An `nnx.Optimizer` keeps each array of its state in a variable, an object that changes
-in place. Most of this package works with arrays alone, so `without_variables` replaces
-each variable by its array. Flax is not imported here: a program that has not imported
-it has no variables.
+An `nnx.Optimizer` keeps each array of its state in a variable, a mutable object. Most
+of this package works with arrays alone, so `without_variables` replaces each variable
+by its array. Flax is not imported here: a program that has not imported it has no
+variables.
 """
 
 import sys
@@ -16,35 +16,36 @@ from optax_lossscale._arrays.precision import T
 
 
 def is_variable(x: Any) -> bool:
-    """Whether this is an `nnx.Variable`."""
+    """Whether an object is an `nnx.Variable`."""
     return is_of_nnx(x, "Variable")
 
 
 def is_module(x: Any) -> bool:
-    """Whether this is an `nnx.Module`; calls may change its variables in place."""
+    """Whether an object is an `nnx.Module`, whose calls may change its variables."""
     return is_of_nnx(x, "Module")
 
 
 def is_of_nnx(x: Any, *classes: str) -> bool:
-    """Whether this is an instance of a class of Flax NNX with one of these names."""
+    """Whether an object is an instance of one of these classes of Flax NNX."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    # A name is missing while Flax is being imported.
+    # While Flax is being imported, its module may not have all names yet.
     types = [getattr(nnx, name, None) for name in classes]
     return isinstance(x, tuple(filter(None, types)))
 
 
 def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
-    """All nodes of a tree for which `is_node` holds, except for nodes inside such nodes."""
+    """Returns the outermost nodes of a tree for which `is_node` returns True."""
     nodes_and_leaves = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes_and_leaves if is_node(x)]
 
 
 def distinct_nodes(nodes: list[T]) -> list[T]:
-    """Drops each node that holds the same variables as an earlier one.
+    """Drops each node that contains the same variables as an earlier one.
 
-    Nodes without variables are all kept.
+    An NNX module that is passed twice, for example, is one node. Nodes without
+    variables are all kept.
     """
     distinct = []
     seen = set()
@@ -58,7 +59,7 @@ def distinct_nodes(nodes: list[T]) -> list[T]:
 
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
-    """The ids of the variables in a tree; equal if two trees hold the same variables."""
+    """Returns the ids of a tree's variables: equal for trees that share them all."""
     variables = find_nodes(is_variable, tree)
     return tuple(map(id, variables))
 
@@ -66,8 +67,8 @@ def variable_ids(tree: Any) -> tuple[int, ...]:
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Applies `function` to each leaf of a tree, including the leaves in variables.
 
-    If a variable occurs twice in the tree, it is mapped once, and both places share the
-    new variable.
+    `jax.tree.map` would call it twice for a variable that occurs twice in the tree, and
+    return two variables. Here, both places share one new variable.
     """
     copies: dict[int, Any] = {}
 
@@ -82,7 +83,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-    """Replaces each variable in a tree by the array that it holds."""
+    """Replaces each variable in a tree by its array; an empty variable stays."""
 
     def to_array(leaf):
         if not is_variable(leaf):
