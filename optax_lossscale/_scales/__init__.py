@@ -1,5 +1,6 @@
 """Loss scales: how the number that multiplies the loss adapts to the gradients.
 
-`loss_scale.py` defines the base class, and explains why the loss is scaled. Each other
-file defines one loss scale.
+Start with `loss_scale.py`, which defines the base class, and explains why the loss is
+scaled. Each other file defines one loss scale. `dynamic.py` is the default, and the
+shortest one that adapts.
 """

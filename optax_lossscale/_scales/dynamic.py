@@ -7,8 +7,8 @@ defaults::
 
     2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
 
-Each overflow costs one skipped step. With the default interval, the price of a scale
-that stays near the largest possible one is about one step in 2000.
+Each overflow costs one skipped step. So with the default interval, a scale that stays
+near the largest possible one costs about one step in 2000.
 
 While a step is traced, it is not known whether its gradients are finite. So `adjust`
 computes the loss scale for both cases, and selects one of them.
@@ -34,11 +34,7 @@ class DynamicLossScale(LossScale):
 
     This is the default of `with_loss_scale`. If the gradients of most steps are zero,
     use `HeadroomLossScale` instead: zeros are finite, so such steps keep raising this
-    scale until the next nonzero gradients overflow.
-
-    Source: TensorFlow's `DynamicLossScale` and its defaults, after Micikevicius et al.,
-    "Mixed Precision Training" (https://arxiv.org/abs/1710.03740). The other options
-    come from PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib. The rule::
+    scale until the next nonzero gradients overflow. The rule::
 
         if grads_finite:
             growth_counter += 1
@@ -57,22 +53,27 @@ class DynamicLossScale(LossScale):
     first. So a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
 
     Args:
-      initial_scale: the loss scale before the first step, within the bounds.
+      initial_scale: the loss scale before the first step, within the bounds. If the
+        first steps overflow, they are skipped while the scale falls; `diagnose` finds
+        an initial scale at which they do not.
       growth_interval: the scale grows after this many finite steps in a row.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
-      min_scale: the floor. Set it below 1 for models whose gradients are large. With
-        None, there is no floor, but the scale stays in float32's normal range.
+      min_scale: the floor. Set it below 1 for models whose gradients overflow even
+        unscaled. With None, there is no floor, but the scale stays in float32's normal
+        range.
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale stays in float32's range.
-      hysteresis: how many non-finite steps it takes to back off; `hysteresis_refill`
-        determines when the count starts over.
+      hysteresis: how many non-finite steps it takes to back off. With 2 or more, a
+        single broken batch does not lower the scale. `hysteresis_refill` says when the
+        count starts over.
       hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
         finite step, as with DeepSpeed's `consecutive_hysteresis`.
-      can_be_exhausted: whether a scale becomes `exhausted` by an overflow at which it
-        would back off, but cannot be lowered.
+      can_be_exhausted: whether a scale becomes `exhausted`, at which `raise_if_stuck`
+        raises an error, by an overflow at which it should back off, but cannot be
+        lowered.
       initial_growth_counter: the initial value of `growth_counter`, from 0 to
         `growth_interval - 1`.
 
@@ -82,6 +83,10 @@ class DynamicLossScale(LossScale):
 
     Raises:
       ValueError: for an argument outside the ranges above.
+
+    Source: TensorFlow's `DynamicLossScale` and its defaults, after Micikevicius et al.,
+    "Mixed Precision Training" (https://arxiv.org/abs/1710.03740). The other options
+    come from PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib.
 
     Example:
       >>> import optax_lossscale as ols
@@ -131,7 +136,7 @@ class DynamicLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """Counts a finite step, and grows the scale if that is due."""
+        """Counts a finite step, and grows the scale if the interval is over."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         grown = self._rescaled(self.growth_factor)
@@ -144,7 +149,7 @@ class DynamicLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        """Backs off, or uses up one of the overflows that `hysteresis` tolerates."""
+        """Backs off, or counts one of the overflows that `hysteresis` tolerates."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
         lowered = self._rescaled(self.backoff_factor)
@@ -160,9 +165,10 @@ class DynamicLossScale(LossScale):
         )
 
     def _rescaled(self, factor: float) -> jax.Array:
-        """Multiplies the scale by a factor, within the bounds; float32, shape ().
+        """Returns the scale times a factor, within the bounds; float32, shape ().
 
-        If even the clipped product is not a normal float32 number, the scale stays.
+        If that is not a normal float32 number, as may happen where a bound is None, the
+        scale stays as it is.
         """
         scale = self()
         product = precise_product(scale, factor)

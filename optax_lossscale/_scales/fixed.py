@@ -1,7 +1,8 @@
 """The fixed loss scale, which never changes.
 
 It has no state: the scale is configuration, so a compiled step contains it as a
-constant. XLA can fold it into other constants, and a scale of 1 costs nothing.
+constant. XLA can fold it into other constants, and a scale of 1 is left out. This is
+what `with_loss_scale(optimizer, 1024)` uses, and a scale of 1 is what it uses for None.
 """
 
 import dataclasses
@@ -18,17 +19,20 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import LossScale
 
-_MAX_INVERTIBLE = 2.0**126  # the reciprocal of a larger scale is subnormal
+# The reciprocal of a larger scale is subnormal in float32, so XLA flushes it to zero.
+_MAX_INVERTIBLE = 2.0**126
 
 
 class FixedLossScale(LossScale):
-    """A constant loss scale, which does not check the gradients.
+    """A constant loss scale.
 
-    `with_loss_scale` still checks them, and skips steps that are not finite, unless
-    `skip=None`. A compiled step contains the scale as a constant, and a scale of 1
-    compiles to no scaling at all.
+    Use it if you have measured a scale at which gradients neither overflow nor
+    underflow. Where they do overflow, it stays as it is, and every such step is
+    skipped. A number is short for it: `with_loss_scale(optimizer, 1024)`.
 
-    Source: TensorFlow's `FixedLossScale`.
+    `update` does not check the gradients. `with_loss_scale` still does, and skips steps
+    that are not finite, unless `skip=None`. A compiled step contains the scale as a
+    constant, and a scale of 1 compiles to no scaling at all.
 
     Args:
       scale: from 1.18e-38 to 2**126, so that it and its reciprocal are normal float32
@@ -36,6 +40,8 @@ class FixedLossScale(LossScale):
 
     Raises:
       ValueError: if `scale` is not a number in this range.
+
+    Source: TensorFlow's `FixedLossScale`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -47,7 +53,8 @@ class FixedLossScale(LossScale):
       (FixedLossScale(128.0), True)
     """
 
-    loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
+    # pyrefly: ignore[bad-override]
+    loss_scale: np.float32 = dataclasses.field(init=False)
 
     def __init__(self, scale: float):
         number = validation.number_between(
@@ -63,7 +70,7 @@ class FixedLossScale(LossScale):
         )
 
     def __call__(self) -> jax.Array:
-        if OVERFLOWS.value:  # `testing` sets this to make a constant scale overflow.
+        if OVERFLOWS.value:  # `testing` sets it, to make gradients overflow.
             return jnp.float32(jnp.inf)
         return super().__call__()
 
@@ -76,7 +83,7 @@ class FixedLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, bool]:
-        """Returns this loss scale and True, without looking at the gradients."""
+        """Returns this loss scale and True, without a check of the gradients."""
         return self, True
 
     def scale(self, tree: T) -> T:
@@ -93,10 +100,10 @@ class FixedLossScale(LossScale):
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _is_one(self) -> bool:
-        """Whether the scale is 1, so that multiplications by it can be left out."""
+        """Whether the scale is 1, so that `scale` and `unscale` need not multiply."""
         return self.initial_scale == 1 and not OVERFLOWS.value
 
 
 def _widened(tree: T) -> T:
-    """Converts narrow floats to float32, as scaling by any other number does."""
+    """Converts narrow floats to float32, as scaling by another number would."""
     return map_inexact(lambda x: x, tree)

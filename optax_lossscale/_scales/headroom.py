@@ -1,18 +1,21 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
-At each step, the rule reads the exponent of the largest gradient. It remembers the
-largest exponent of recent steps, and chooses the scale that keeps a gradient with this
-exponent `margin` bits below 2**16, where float16 overflows. For example, a gradient of
-2**-9 has the exponent -8, because the next larger power of two is 2**-8. With a margin
-of 1 bit, the scale becomes 2**(16 - 1 + 8) = 2**23.
+At each step, the rule reads the *size* of the largest gradient: the exponent of the
+next larger power of two. It remembers the largest size of recent steps, and chooses the
+scale that keeps a gradient of this size `margin` bits below 2**16, where float16
+overflows. For example, a gradient of 2**-9 has the size -8. With a margin of 1 bit, the
+scale becomes 2**(16 - 1 + 8) = 2**23.
 
-Only the gradients of the parameters are measured. If gradients inside the model are
-larger, steps overflow all the same. Such overflows lower the scale by some more bits,
-which are called the `reserve`.
+Three words in this file are the rule's own:
 
-Both the remembered exponent and the reserve decay while no step confirms them, by at
-least one bit in `memory` steps. The memory is short at first, and a run of overflows
-lengthens it. While all gradients are zero, the decay is 64 times as slow.
+- The *reserve* is by how many more bits the scale is lowered after overflows that the
+  measured gradients do not explain. Only the gradients of the parameters are measured,
+  and those inside the model may be larger.
+- The *memory* is in how many steps the remembered size and the reserve decay by a bit
+  or more, unless another step confirms them. It is short at first, and each run of
+  overflows lengthens it. While all gradients are zero, the decay is 64 times as slow.
+- An overflow is *excused* if it does not lower the scale, because the batch was found
+  to overflow at any scale.
 """
 
 from typing import Any, Self
@@ -28,15 +31,20 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
-_OVERFLOW_BITS = 16  # All finite float16 numbers are below 2**16.
-# A reserve this deep means that the batch is at fault: it would leave at most 8 of the
-# 40 bits that float16's numbers span, and gradients further below the largest would
-# underflow. This is also the most that one overflow adds to the reserve, apart from
-# rounding.
+# Unless a number's comment derives it, it was chosen by trial, on synthetic sequences
+# of gradients like those in docs/benchmarks/policies.md.
+
+# All finite float16 numbers are below 2**16.
+_OVERFLOW_BITS = 16
+# A reserve this deep means that the batch is at fault: of the 40 bits that float16's
+# numbers span, from 2**-24 to 2**16, it would leave at most 8, and gradients further
+# below the largest would underflow. This is also the most that one overflow adds to
+# the reserve, apart from rounding.
 _DEEP_BITS = 32
-# The remembered exponent decays twice as fast if the step's is this many bits lower.
+# The remembered size decays twice as fast if the step's is this many bits smaller.
 _GAP_BITS = 10
-_MAX_EXPONENT = 100  # The scale stays between 2**-100 and 2**100.
+# The scale stays between 2**-100 and 2**100, well within float32's 2**-126 and 2**128.
+_MAX_EXPONENT = 100
 
 _LOWEST = 2.0**-_MAX_EXPONENT
 _HIGHEST = 2.0**_MAX_EXPONENT
@@ -45,16 +53,21 @@ _HIGHEST = 2.0**_MAX_EXPONENT
 # overflows, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
 
-# A longer memory would let a rare outlier keep the scale low for long.
+# In steps. With a longer memory, one rare outlier would keep the scale low for longer.
 _SHORTEST_MEMORY = 32
-_LONGEST_MEMORY = 512  # Overflows that recur less often than this cost few steps.
-_FIRST_MEMORY = 1e-3  # Replaces 0, so that the first measurement decides alone.
-_LENGTHENING = 2  # Each measured step adds this to a memory below `_SHORTEST_MEMORY`.
-_SHORTENING = 4096  # Each measured step takes 1 part in 4096 from a longer memory.
+# Overflows that recur less often than this cost less than 1 step in 512.
+_LONGEST_MEMORY = 512
+# Replaces a memory of 0, so that the first measurement replaces the initial scale.
+_FIRST_MEMORY = 1e-3
+# Each measured step adds this to a memory below `_SHORTEST_MEMORY`.
+_LENGTHENING = 2
+# Each measured step takes 1 part in 4096 from a longer memory.
+_SHORTENING = 4096
 
-_GROWTH_STEPS = 2048  # About as many as in TensorFlow and PyTorch.
-# This many steps with all-zero gradients count as one measured step. Few of them are
-# due to underflow.
+# Close to the 2000 of TensorFlow and PyTorch. Its reciprocal is exact.
+_GROWTH_STEPS = 2048
+# This many steps with all-zero gradients count as one measured step, because few such
+# steps are due to underflow.
 _ZERO_STEPS = 64
 
 
@@ -63,7 +76,8 @@ class HeadroomLossScale(LossScale):
 
     Use it for short runs, and for gradients that jump in size or are zero at most
     steps. If gradients inside the model are larger than those of its parameters,
-    `DynamicLossScale` skips fewer steps.
+    `DynamicLossScale` skips fewer steps. Wherever a run starts, the scale is right
+    after a few steps.
 
     In the following rule, `size` is the least integer for which the step's largest
     gradient is below `2**size` (the exponent that `frexp` returns), and `largest` is
@@ -98,10 +112,11 @@ class HeadroomLossScale(LossScale):
 
     An overflow has one of two causes: some gradient is too large for the scale, or the
     batch itself produces a NaN or an infinity. At first, the rule assumes the former,
-    and lowers the scale by 1, 2, 4, 8, … bits. It holds these bits in reserve. The
-    reserve shrinks while steps are finite. It is given up at once when a measured
-    gradient is large enough to explain the overflow, or when not even 32 bits have
-    helped. In the latter case, the batch is to blame, and 64 overflows are excused.
+    and lowers the scale by 1, 2, 4, 8, … bits, which are the `reserve`. The reserve
+    shrinks while steps are finite. It becomes 0 at once when a measured gradient is
+    large enough to explain the overflow, or at the first finite step after not even 32
+    bits have helped. In the latter case, the batch was at fault, and the next 64
+    overflows are excused: they do not lower the scale.
 
     The `memory` is the number of steps in which `largest` and `reserve` fall by at
     least one bit. While all gradients are zero, that takes 64 times as many steps. The
@@ -113,8 +128,6 @@ class HeadroomLossScale(LossScale):
     may have underflowed. So the scale grows at such steps, but slowly: without a
     reserve, by one bit in 2048 to 32,768 of them, depending on the memory. The scale is
     a power of two between 2**-100 and 2**100.
-
-    Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
     Args:
       initial_scale: the initial loss scale, from 2**-100 to 2**100, rounded down to a
@@ -130,11 +143,17 @@ class HeadroomLossScale(LossScale):
     Raises:
       ValueError: for an argument outside the ranges above.
 
+    Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
+
     Example:
+      After one step, the largest gradient is scaled to less than 2**16 by the margin of
+      one bit, and at most one bit more:
+
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> ls, should_apply = ols.HeadroomLossScale().update({"w": jnp.array([0.0, 2.0**-9])})
-      >>> print(ls() * 2.0**-9)  # below 2**16 by the margin of one bit and at most one more
+      >>> grads = {"w": jnp.array([0.0, 2.0**-9])}
+      >>> ls, should_apply = ols.HeadroomLossScale().update(grads)
+      >>> print(ls() * 2.0**-9)
       16384.0
     """
 
@@ -143,9 +162,10 @@ class HeadroomLossScale(LossScale):
     )
     margin: int = checked(validation.int_between, least=0, most=24, default=1)
     spare_bits: jax.Array = state_field()
-    _reserve: jax.Array = state_field(0.0)  # in bits
-    _memory: jax.Array = state_field(0.0)  # in steps
-    # Overflows since the last finite step, or -n while n more are excused
+    # As in the rule above: the reserve in bits, the memory in steps, and the overflows
+    # since the last finite step, or -n while n more are excused
+    _reserve: jax.Array = state_field(0.0)
+    _memory: jax.Array = state_field(0.0)
     _overflows: jax.Array = state_field(0)
 
     def __post_init__(self):
@@ -179,7 +199,7 @@ class HeadroomLossScale(LossScale):
         Returns:
           The new loss scale.
         """
-        # The reserve is merged into `largest`, which falls at each finite step.
+        # The reserve is added to `largest`, which falls at each finite step.
         largest = self._largest() + self._reserve
         fallen = largest - 1 / _GROWTH_STEPS
         after_finite_step = self._scaled_for(fallen, reserve=0.0, overflows=0)
@@ -198,10 +218,11 @@ class HeadroomLossScale(LossScale):
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
     def _after_overflow(self) -> Self:
-        """Lowers the scale after an overflow, which does not show how far it went.
+        """Lowers the scale after an overflow.
 
-        So the reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The
-        first overflow of a run lengthens the memory.
+        An infinity does not show by how much the scale is too large. So the reserve
+        grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The first overflow
+        of a run lengthens the memory.
         """
         is_excused = self._overflows < 0
         increment = jnp.minimum(self._reserve + 1, _DEEP_BITS)
@@ -219,7 +240,8 @@ class HeadroomLossScale(LossScale):
     def _after_nonzero_step(self, largest_gradient: jax.Array) -> Self:
         """Adapts the scale to a finite step whose largest gradient is not zero.
 
-        The first such step decides alone, because the memory is still 0.
+        While the memory is 0, as at the first step, the old size falls by 1000 bits or
+        more, so that the new one replaces it.
         """
         _, exponent = jnp.frexp(largest_gradient)
         size = exponent.astype(jnp.float32)
@@ -250,7 +272,7 @@ class HeadroomLossScale(LossScale):
         """Raises the scale after a step whose gradients are all zero.
 
         They may all have underflowed, but usually they have not. So the scale rises far
-        more slowly than after a step whose gradients are small but not zero.
+        more slowly than after a step whose gradients are small, but not zero.
         """
         memory = jnp.maximum(self._memory, _SHORTEST_MEMORY)
         fall = 1 / (_ZERO_STEPS * memory)
@@ -261,8 +283,8 @@ class HeadroomLossScale(LossScale):
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
         It shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so that it
-        reaches 0. A deep reserve has not helped, so the batch was at fault. Then the
-        reserve is given up, and further overflows are excused.
+        reaches 0. A deep reserve has not helped, so the batch was at fault: the reserve
+        becomes 0, and further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
@@ -273,10 +295,10 @@ class HeadroomLossScale(LossScale):
         return self._scaled_for(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
-        """Returns the `size` of the largest remembered gradient.
+        """Returns the remembered size; float32, shape ().
 
-        The size has a fraction because it decays. It is not stored, but computed from
-        the scale, so that the rule continues from a scale that was set by hand.
+        It has a fraction because it decays. It is not stored, but computed from the
+        scale, so that the rule continues from a scale that was set with `replace`.
         """
         _, exponent = jnp.frexp(self() / 2)  # The scale is 2**exponent.
         max_size = _OVERFLOW_BITS - exponent  # A larger gradient would overflow.
@@ -285,9 +307,9 @@ class HeadroomLossScale(LossScale):
     def _scaled_for(
         self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
     ) -> Self:
-        """Returns the loss scale for a largest gradient and a reserve, both in bits.
+        """Returns the loss scale for a remembered size and a reserve, both in bits.
 
-        All arguments have shape (); `largest` and `reserve` are float32.
+        All arguments have shape (). `largest` and `reserve` are float32.
         """
         # The exponent that the scale would have without a reserve and without rounding
         ideal = _OVERFLOW_BITS - self.margin - largest

@@ -1,12 +1,13 @@
 """The loss scale that predicts how large the next gradients will be.
 
 At each step, it computes log2 of the largest gradient, and updates moving averages of
-this number and of its square. From them it computes a mean and a standard deviation,
-here called the spread. It then chooses the scale so that the next step's largest
-gradient overflows only if its log2 is several spreads above the mean.
+this number and of its square. From them it computes a mean and a standard deviation. It
+then chooses the scale so that the next step's largest gradient overflows only if its
+log2 is several standard deviations above the mean.
 
-For example, let the mean be -10 and the spread 1. With 3.09 spreads, the default, the
-scale becomes 2**(16 + 10 - 3.09), so that a gradient of 2**(-10 + 3.09) becomes 2**16.
+For example, let the mean be -10 and the standard deviation 1. With 3.09 of them, the
+default, the scale becomes 2**(16 + 10 - 3.09), so that a gradient of 2**(-10 + 3.09)
+becomes 2**16.
 """
 
 from functools import partial
@@ -27,21 +28,24 @@ _decay = partial(validation.number_between, least=0, most=validation.BELOW_ONE)
 class LogMaxLossScale(LossScale):
     """Predicts the largest gradients, and scales them so that few overflow.
 
-    The rule assumes that log2 of each step's largest gradient is normally distributed.
-    It scales a gradient that is `overflow_std_dev` standard deviations above the mean
-    to 2**16.
+    Use it to continue a run of OpenSeq2Seq. For other runs, prefer `HeadroomLossScale`,
+    which measures the gradients, too. With the defaults here, a single overflow keeps
+    the scale at `min_scale` for thousands of steps, because it enters the averages as a
+    very large number.
 
-    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
-    with bias-corrected averages::
+    The rule assumes that log2 of each step's largest gradient is normally distributed.
+    It scales a gradient whose log2 is `overflow_std_dev` standard deviations above the
+    mean to 2**16. The averages are bias-corrected::
 
         x = log2(largest_gradient) if grads_finite else 2 ** log_max
         mean = average(x, beta1)
-        spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
-        loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
+        std_dev = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
+        highest = mean + overflow_std_dev * std_dev
+        loss_scale = clip(2 ** (16 - highest), min_scale, max_scale)
 
     A step whose gradients are all zero is averaged as if its largest gradient were
-    2**-126. `adjust`, which is passed only a flag, averages overflows and ignores
-    finite steps.
+    2**-126. `adjust`, whose argument is only a flag, averages overflows, and leaves the
+    scale as it is at finite steps.
 
     Args:
       initial_scale: the loss scale before the first step, within the bounds.
@@ -49,11 +53,12 @@ class LogMaxLossScale(LossScale):
       max_scale: the cap.
       log_max: an overflow enters the averages as `x = 2**log_max`, although `x` is
         otherwise a logarithm, as in OpenSeq2Seq. With the default of 16, that is 65536.
-        At most 60.
+        At most 60, so that the square of `x` is finite in float32.
       beta1: the decay of the mean, in [0, 1).
-      beta2: the decay of the averages from which the spread is computed, in [0, 1).
-      overflow_std_dev: how many spreads log2 of a gradient may lie above the mean
-        before it overflows, from 0 to 1e6.
+      beta2: the decay of the averages for the standard deviation, in [0, 1).
+      overflow_std_dev: how many standard deviations above the mean a gradient's log2
+        may be before it overflows, from 0 to 1e6. The default, 3.09, is that of
+        OpenSeq2Seq: 1 in 1000 normally distributed numbers are further above the mean.
 
     Attributes:
       mean: moving average of `x` with decay `beta1`, not bias-corrected; float32, shape
@@ -70,6 +75,8 @@ class LogMaxLossScale(LossScale):
     Raises:
       ValueError: for an argument outside the ranges above.
 
+    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387).
+
     Example:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -79,10 +86,9 @@ class LogMaxLossScale(LossScale):
       65536.0 True
     """
 
-    initial_scale: float = 1.0  # `LossScale` declares its check.
+    initial_scale: float = 1.0  # `LossScale` has declared its check.
     min_scale: float = checked(validation.scale, default=1.0)
     max_scale: float = checked(validation.scale, default=2.0**24)
-    # The square of 2**log_max has to be finite in float32.
     log_max: float = checked(
         validation.number_between,
         least=-validation.LARGEST,
@@ -120,11 +126,11 @@ class LogMaxLossScale(LossScale):
         return self._observe(x), finite
 
     def _x_of_overflow(self) -> jax.Array:
-        """Returns the `x` of an overflow: `2**log_max`, although `x` is a logarithm."""
+        """Returns the `x` of an overflow, `2**log_max`; float32, shape ()."""
         return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:
-        """Averages one more `x`, and predicts the next scale."""
+        """Averages one more `x`, and sets the next scale."""
         new = self.replace(
             mean=_average(self.mean, x, self.beta1),
             slow_mean=_average(self.slow_mean, x, self.beta2),
@@ -135,20 +141,20 @@ class LogMaxLossScale(LossScale):
         return new.replace(loss_scale=new._predicted_scale())
 
     def _predicted_scale(self) -> jax.Array:
-        """Returns the scale at which a very large gradient becomes 2**16; float32."""
-        # The averages begin at 0. As in Adam, division by the weight of the numbers
-        # averaged so far corrects the bias.
+        """Returns the scale at which the highest log2 becomes 16; float32, shape ()."""
+        # The averages begin at 0. As in Adam, they are divided by the weight of the
+        # numbers averaged so far, to correct the bias.
         mean = self.mean / (1 - self.weight1)
         slow_mean = self.slow_mean / (1 - self.weight2)
         mean_square = self.square / (1 - self.weight2)
         variance = mean_square - slow_mean**2
-        spread = jnp.sqrt(jnp.maximum(variance, 0))
-        highest = mean + self.overflow_std_dev * spread
+        std_dev = jnp.sqrt(jnp.maximum(variance, 0))
+        highest = mean + self.overflow_std_dev * std_dev
         scale = jnp.exp2(16 - highest)
         return jnp.clip(scale, self.min_scale, self.max_scale)
 
 
 def _average(average: jax.Array, x: jax.Array, decay: float) -> jax.Array:
     """Adds a number to a moving average that began at 0, and is not bias-corrected."""
-    weight = jnp.float32(decay)  # Rounded first, so that the two weights add up to 1.
+    weight = jnp.float32(decay)  # rounded first, so that both weights add up to 1
     return weight * average + (1 - weight) * x

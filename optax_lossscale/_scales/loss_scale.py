@@ -1,8 +1,9 @@
 """The abstract loss scale: why the loss is scaled, and how the scale adapts.
 
-The positive numbers of float16 range from 2**-24 to 65504. Smaller gradients become
-zero when they are computed in float16. By the chain rule, multiplying the loss by a
-number multiplies every gradient by it, too. A training step makes use of that:
+The positive numbers of float16 range from 2**-24 to 65504. Gradients that are smaller
+than half of the least number, 2**-25, are rounded to zero. By the chain rule,
+multiplying the loss by a number multiplies every gradient by it, too. A training step
+makes use of that:
 
 1. It multiplies the loss by a *loss scale* before differentiating it
    (`LossScale.scale`), which moves small gradients into float16's range.
@@ -14,10 +15,16 @@ backward pass computes 2**-15, and dividing that by 2**15 in float32 recovers 2*
 
 The larger the scale, the fewer gradients underflow, but beyond some scale the largest
 ones overflow to infinity. The step is then skipped, and the scale lowered. So a
-`LossScale` is a number together with the rule that adapts it: `update` checks the
-unscaled gradients, and returns the next loss scale and whether to apply the step. By
-default, it reduces the check to one flag and passes that to `adjust`, which each
-subclass defines. Loss scales that measure the gradients override `update` as well.
+`LossScale` is a number together with the rule that adapts it. A step in full, without
+the wrapper::
+
+    scaled_grads = jax.grad(lambda params: loss_scale.scale(loss_fn(params)))(params)
+    grads = loss_scale.unscale(scaled_grads)
+    loss_scale, should_apply = loss_scale.update(grads)
+
+`update` reduces its check of the gradients to one flag, and passes that to `adjust`,
+which each subclass defines. Loss scales that measure the gradients override `update` as
+well.
 """
 
 import abc
@@ -39,28 +46,31 @@ from optax_lossscale._arrays.stateful import Stateful, checked, state_field
 class LossScale(Stateful):
     """A number that multiplies the loss, and the rule that adapts it to the gradients.
 
-    A loss scale is immutable: `update` and `adjust` return a new one. To write your
-    own, subclass this class and define `adjust`. Subclassing alone makes your class a
-    frozen dataclass and a pytree, whose fields are of two kinds:
+    To write a rule of your own, subclass this class and define `adjust`. Subclassing
+    alone makes your class a frozen dataclass and a pytree, whose fields are of two
+    kinds:
 
     - *Configuration*: hashable arguments of the constructor, which are static under
       `jit` and saved by `get_config`. Any plain field is configuration.
     - *State*: array leaves, which `replace` changes. Declare these fields with
       `state_field`.
 
-    If you define `__post_init__`, call `super().__post_init__()` in it. Whatever the
-    sequence of steps, `adjust` must return a scale that is finite and positive, so give
-    the scale bounds, as the example below does.
+    A loss scale is immutable: `update` and `adjust` return a new one. If you define
+    `__post_init__`, call `super().__post_init__()` in it. Whatever the sequence of
+    steps, `adjust` must return a scale that is finite and positive, so give the scale
+    bounds, as the example below does.
+
+    Args:
+      initial_scale: the loss scale before the first step, a Python float.
 
     Attributes:
-      initial_scale: the loss scale before the first step; configuration.
-      loss_scale: the current loss scale; float32, shape (); state.
+      loss_scale: the current loss scale; float32, shape ().
 
     Raises:
       ValueError: if `initial_scale` is not a positive, normal float32 number.
 
     Example:
-      A scale that halves at an overflow and creeps up otherwise:
+      A scale that halves at an overflow and grows by 1% at any other step:
 
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -89,7 +99,8 @@ class LossScale(Stateful):
     def __call__(self) -> jax.Array:
         """Returns the current loss scale as a JAX array, float32, shape ().
 
-        The field `loss_scale` itself holds a NumPy number until the first step.
+        Prefer it to the field `loss_scale`, which is a NumPy number until the first
+        step.
         """
         return jnp.asarray(self.loss_scale, jnp.float32)
 
@@ -97,11 +108,15 @@ class LossScale(Stateful):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Adapts the scale to one step, given only whether its gradients are finite.
 
+        In a compiled step, `grads_finite` is traced. So compute the scale for both
+        cases, and select with `jnp.where`.
+
         Args:
           grads_finite: whether the step's gradients were finite; bool, shape ().
 
         Returns:
-          The new loss scale, with the same structure, shapes and dtypes as this one.
+          The new loss scale, with the same structure, shapes and dtypes as this one, as
+          `self.replace(…)` returns it.
         """
 
     def update(
@@ -114,7 +129,9 @@ class LossScale(Stateful):
             `with_loss_scale` has a `mask`, it passes a flat list of gradients, with
             None in place of each gradient that the mask excludes.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-            replicas decide together, at the cost of communicating one scalar.
+            replicas must take the same decision. They exchange one scalar for it.
+            Without it, each replica would decide alone, and their parameters would
+            diverge.
 
         Returns:
           The new loss scale, and `should_apply`: a bool array of shape (), or Python's
@@ -130,9 +147,9 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed at a scale that could not be lowered.
 
-        The answer is about the last step that the scale adapted to. A step that is
-        skipped because of its loss, or by a skip rule, does not change it. If it is
-        True, `raise_if_stuck` raises an error.
+        If so, the rule cannot do more, and `raise_if_stuck` raises an error. The result
+        is about the last step that the scale adapted to. A step that is skipped because
+        of its loss, or by a skip rule, does not change it.
 
         Returns:
           A bool, shape (); always False unless a subclass overrides this method.
@@ -148,7 +165,7 @@ class LossScale(Stateful):
         Returns:
           The tree with its floating-point and complex leaves multiplied by the scale.
           Floats of 16 bits or fewer become float32, because the product may be outside
-          their range; wider ones keep their dtype. All other leaves are unchanged.
+          their range. Wider ones keep their dtype. All other leaves are unchanged.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(x.dtype), tree)
@@ -162,8 +179,8 @@ class LossScale(Stateful):
         Returns:
           The tree with its floating-point and complex leaves divided by the scale, in
           the dtypes that `scale` returns. Quotients below the normal numbers of their
-          dtype may become 0. All others are exact if the scale is a power of two, and
-          within two ulps otherwise.
+          dtype may become 0, and those above become infinite. All others are exact if
+          the scale is a power of two, and within two ulps otherwise.
         """
         # Leaves of the same dtype share their factors, which makes tracing faster.
         inverse_factors = functools.cache(self._inverse_factors)
@@ -204,8 +221,8 @@ class LossScale(Stateful):
 def checks_gradients(update: T) -> T:
     """Marks an `update` method that checks all gradients, so that the step need not.
 
-    The mark is on the function, not on the class. So if a subclass overrides `update`,
-    its `update` is not marked, and the step checks.
+    The mark is on the function, not on the class. So a subclass that overrides `update`
+    without the mark has its gradients checked by the step.
     """
     vars(update)["checks_gradients"] = True
     return update

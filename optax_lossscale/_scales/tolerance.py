@@ -23,10 +23,9 @@ from optax_lossscale._scales.loss_scale import LossScale
 class ToleranceLossScale(LossScale):
     """Backs off at an overflow if too many recent steps have overflowed.
 
-    Overflows are too many if those since the last back-off make up a share of at least
-    `tolerance` of the steps since the scale last changed.
-
-    Source: fairseq's `DynamicLossScaler`. The rule::
+    Use it to continue a run of fairseq, or if single broken batches should not lower
+    the scale. The overflows since the last back-off are too many if they make up at
+    least a share of `tolerance` of the steps since the scale last changed. The rule::
 
         steps += 1
         if grads_finite:
@@ -42,8 +41,8 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     There are two exceptions. A scale that would fall to `min_scale` or below stays as
-    it is, and becomes `exhausted`. A scale that would grow beyond float32's range stays
-    as it is.
+    it is, and becomes `exhausted`, at which `raise_if_stuck` raises an error. A scale
+    that would grow beyond float32's range stays as it is.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
@@ -54,7 +53,8 @@ class ToleranceLossScale(LossScale):
       threshold: the lowest scale to back off to, or None. With a threshold above
         `min_scale`, the scale is never exhausted. As in the original, a scale below the
         threshold rises to it when it backs off.
-      min_scale: a lower bound. The scale always stays above it.
+      min_scale: a lower bound. The scale always stays above it. The default is that of
+        fairseq's `min_loss_scale`.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
@@ -65,6 +65,8 @@ class ToleranceLossScale(LossScale):
 
     Raises:
       ValueError: for an argument outside the ranges above.
+
+    Source: fairseq's `DynamicLossScaler`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -105,7 +107,7 @@ class ToleranceLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """Counts a finite step, and grows the scale if that is due."""
+        """Counts a finite step, and grows the scale if the interval is over."""
         scale = self()
         steps = optax.safe_increment(self.steps)
         counter = self.growth_counter + 1
@@ -134,7 +136,8 @@ class ToleranceLossScale(LossScale):
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)
-        is_rescaled = backs_off & ~exhausted  # by a `threshold`, a scale may also rise
+        # A scale below `threshold` rises to it.
+        is_rescaled = backs_off & ~exhausted
         return self.replace(
             loss_scale=jnp.where(is_rescaled, lowered, scale),
             growth_counter=0,
