@@ -1,12 +1,15 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
-Pass a rule to `with_loss_scale`, as in
-`with_loss_scale(inner, …, skip=skips.spikes())`. `spikes` is the recommended rule.
+Pass a rule to `with_loss_scale`. `spikes` is the recommended one::
+
+    with_loss_scale(optax.adamw(1e-3), skip=skips.spikes())          # float16
+    with_loss_scale(optax.adamw(1e-3), None, skip=skips.spikes())    # bfloat16, float32
 
 The other functions return the rules of other systems. They are named after these
 systems, and have the original argument names. They decide about finite steps as the
-originals do, unless a docstring says otherwise. Non-finite steps are skipped anyway.
-Unlike most originals, the rules here learn nothing from them.
+originals do, unless a docstring says otherwise. Steps that are not finite are skipped
+whatever the rule. In most originals, their norm and loss enter the statistics. Here
+they do not.
 
 To write a rule of your own, subclass `SkipRule`. An invalid argument raises a
 `ValueError`.
@@ -53,11 +56,11 @@ def spikes(
     """A rule that skips steps whose norm or loss is far above the usual one.
 
     The rule compares a step's norm with those of the last applied steps, on a
-    logarithmic scale. The usual norm is their median, and the spread is estimated from
-    the distance between the median and the upper quartile, which a spike hardly moves.
-    Norms that at least 3 of these steps reached, or 1 in 20 of them if that is more,
-    also count as usual. If the loss is passed to the step as `value`, it is compared in
-    the same way. The rule::
+    logarithmic scale. The usual norm is their median. Their spread is an estimate of
+    the standard deviation from the distance between the median and the upper quartile,
+    which a spike hardly moves. Norms that at least 3 of these steps reached, or 1 in 20
+    of them if that is more, also count as usual. If the loss is passed to the step as
+    `value`, it is compared in the same way. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -84,15 +87,16 @@ def spikes(
     factor of `2**least` within a window. Only ratios matter: multiplying all norms, or
     all losses, by a constant changes nothing.
 
-    Source: this library.
-
     Args:
       factor: how many spreads above the median are too many; above 0, at most 1e6.
       least: how many bits above the median a spike must be at the least, where 1 bit is
-        a factor of 2; above 0, at most 1e6.
-      window: how many norms and losses are remembered, from 16 to 2**20.
+        a factor of 2; above 0, at most 1e6. Raise it if the rule skips good batches.
+      window: how many norms and losses the rule keeps, from 16 to 2**20.
       max_skips: the initial and largest budget of skips, from 0 to 2**20. Each applied
-        step whose norm is not 0 returns 1/20 of a skip to the budget.
+        step whose norm is not 0 returns 1/20 of a skip to the budget. Raise it if bad
+        steps come in longer runs.
+
+    Source: this library.
 
     Example:
       >>> import optax_lossscale as ols
@@ -113,16 +117,17 @@ def olmo_core(
 
     Once a window of steps is half full, the rule skips a step whose loss or norm is
     more than `sigma_factor` unbiased standard deviations above the window's mean.
-    Skipped steps enter the window, too. The rule needs the step's loss.
+    Skipped steps enter the window, too. The rule needs the step's loss: `minimize`
+    passes it on, and other calls need `value=loss`.
 
-    The original differs in two ways. While its window holds a NaN, it skips every step.
-    With a length below 6, it always skips the second step, because the unbiased
-    deviation of a single number is NaN. Here that deviation is 0, so the second step is
+    The original differs in two ways. While its window contains a NaN, it skips every
+    step. With a length below 6, it always skips the second step, because the unbiased
+    standard deviation of a single number is NaN. Here it is 0, so the second step is
     skipped only if its norm or loss is larger than that of the first.
 
     Args:
-      rolling_interval_length: how many steps the window holds, at least 2.
-      sigma_factor: how many deviations above the mean are too many.
+      rolling_interval_length: how many steps the window contains, at least 2.
+      sigma_factor: how many standard deviations above the mean are too many.
 
     Example:
       >>> from optax_lossscale import skips
@@ -130,7 +135,7 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    # The original also counts the step that it decides about.
+    # The original's window already contains the step that it decides about.
     least_history = _half(rolling_interval_length) - 1
     return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
@@ -141,12 +146,12 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
 
     This is the rule of `olmo_core`. It needs the step's loss, and differs from the
     original in the same ways. In addition, MaxText's trainer passes the norm of clipped
-    gradients to the rule. Here, the rule sees the norm before clipping, because the
-    clip is inside the wrapper.
+    gradients to the rule. Here, the norm is computed before clipping, because the clip
+    is inside the wrapper.
 
     Args:
-      interval: how many steps the window holds, at least 2.
-      scaling_factor: how many deviations above the mean are too many.
+      interval: how many steps the window contains, at least 2.
+      scaling_factor: how many standard deviations above the mean are too many.
 
     Example:
       >>> from optax_lossscale import skips
@@ -170,8 +175,8 @@ def levanter(
     parameters. Here, non-finite steps are skipped.
 
     Args:
-      rolling_interval_length: how many steps the window holds, at least 2.
-      sigma_factor: how many deviations above the mean are too many.
+      rolling_interval_length: how many steps the window contains, at least 2.
+      sigma_factor: how many standard deviations above the mean are too many.
 
     Example:
       >>> from optax_lossscale import skips
@@ -196,8 +201,9 @@ def axlearn(
     The clip, with its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`.
 
-    A threshold that follows the norms learns nothing from skipped steps. If norms stay
-    too large, every step is skipped.
+    Skipped steps do not change a threshold that follows the norms. So if norms stay
+    above it, every step is skipped, until `raise_if_stuck` raises an error. `spikes`
+    adapts after `max_skips` such steps.
 
     Args:
       drop_norm: the threshold: a step with this norm or a larger one is skipped. For a
@@ -208,7 +214,8 @@ def axlearn(
 
     Example:
       >>> from optax_lossscale import skips
-      >>> rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), grad_norm_ema_decay=0.99)
+      >>> drop_norm = skips.drop_norm_by_grad_norm_ema()
+      >>> rule = skips.axlearn(drop_norm, grad_norm_ema_decay=0.99)
       >>> rule, should_apply = rule.update(1.0)
       >>> rule, should_apply = rule.update(25.0)
       >>> print(should_apply)
@@ -234,10 +241,10 @@ def drop_norm_by_grad_norm_ema(
     step is skipped. In that case, use `drop_norm_by_grad_norm_stddev`, whose threshold
     is 1e10 at first.
 
-    Source: AXLearn's function of this name.
-
     Args:
       multipliers: only the smallest matters, as its threshold is the lowest.
+
+    Source: AXLearn's function of this name.
 
     Example:
       >>> from optax_lossscale import skips
@@ -250,14 +257,14 @@ def drop_norm_by_grad_norm_ema(
 def drop_norm_by_grad_norm_stddev(
     *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
 ) -> DropNorm:
-    """A threshold for `axlearn`: the mean norm plus a multiple of the deviation.
-
-    Source: AXLearn's function of this name.
+    """A threshold for `axlearn`: the mean norm, plus some standard deviations.
 
     Args:
       min_count: how many steps must be applied before the threshold follows the norms.
         Until then, it is 1e10.
       multipliers: only the smallest matters, as its threshold is the lowest.
+
+    Source: AXLearn's function of this name.
 
     Example:
       >>> from optax_lossscale import skips
@@ -272,6 +279,9 @@ def drop_norm_by_grad_norm_stddev(
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     """The rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
 
+    If norms stay above it, every step is skipped, until `raise_if_stuck` raises an
+    error.
+
     Args:
       grad_norm_skip_threshold: steps with a larger norm are skipped; finite.
 
@@ -285,13 +295,13 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
 
 
 def _half(length: int) -> int:
-    """Returns how many steps fill half of a window of this length, but at least 2."""
+    """Returns how many steps fill half of a window of this length; at least 2."""
     length = validation.int_between("length", length, least=2, most=2**20)
     return max(2, length // 2)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
-    """Returns the smallest multiplier, which alone matters: its threshold is lowest."""
+    """Checks multipliers, and returns the smallest, whose threshold is the lowest."""
     allowed = "a tuple of positive numbers"
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
         refuse("multipliers", multipliers, allowed)

@@ -4,8 +4,9 @@ For example, with a window of 128 steps and a `sigma_factor` of 6, a step is ski
 its norm is more than 6 standard deviations above the mean norm of the last 128 steps.
 The loss is compared in the same way.
 
-OLMo-core, MaxText and Levanter share this rule. Levanter computes the deviation
-differently, and waits for one more step before it skips any.
+OLMo-core, MaxText and Levanter have this rule. Levanter divides by another number in
+the standard deviation (`ddof`), and skips nothing for one step longer
+(`least_history`).
 """
 
 from typing import Self
@@ -28,13 +29,13 @@ class RollingSkipRule(SkipRule):
 
     Args:
       length: the size of the window, in steps.
-      sigma_factor: how many deviations above the mean are too many.
-      least_history: how many steps the window must hold before any is skipped.
-      ddof: 1 for the unbiased deviation, 0 for the biased one.
-      least_deviation: a lower bound on the deviation.
+      sigma_factor: how many standard deviations above the mean are too many.
+      least_history: how many steps the window must contain before any is skipped.
+      ddof: 1 for the unbiased standard deviation, 0 for the biased one.
+      least_deviation: a lower bound on the standard deviation.
 
     Attributes:
-      seen: how many steps the window holds so far; int32, shape (); state.
+      seen: how many steps the window contains so far; int32, shape ().
     """
 
     needs_value = True
@@ -44,7 +45,8 @@ class RollingSkipRule(SkipRule):
     ddof: int = checked(validation.int_between, least=0, most=1, default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)
-    # Norms in the first row and losses in the second; float32, shape (2, length)
+    # Norms in the first row and losses in the second, newest first, and zeros where
+    # there is nothing yet; float32, shape (2, length)
     _window: jax.Array = state_field()
 
     def __post_init__(self):
@@ -55,7 +57,7 @@ class RollingSkipRule(SkipRule):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        assert value is not None  # For type checkers; `update` has checked it.
+        assert value is not None  # for type checkers: `update` has checked it
         numbers = jnp.stack([norm, value])
         is_early = self.seen < self.least_history
         is_usual = jnp.all(self._are_usual(numbers))
@@ -68,8 +70,8 @@ class RollingSkipRule(SkipRule):
     def _are_usual(self, numbers: jax.Array) -> jax.Array:
         """Whether the norm and the loss are usual; bools, shape (2,).
 
-        A number is usual if it is at most `sigma_factor` deviations above the mean of
-        its row of the window. Unfilled places of the window hold zeros.
+        A number is usual if it is at most `sigma_factor` standard deviations above the
+        mean of its row of the window.
         """
         count = self.seen.astype(jnp.float32)
         total = jnp.sum(self._window, axis=1)

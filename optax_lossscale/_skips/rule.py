@@ -1,15 +1,17 @@
-"""The abstract skip rule, which judges finite steps by their gradient norm and loss.
+"""The abstract skip rule: skips finite steps because of their gradient norm or loss.
 
-A step whose gradients are not finite is skipped in any case. A skip rule judges the
+A step whose gradients are not finite is skipped in any case. A skip rule is for the
 other steps, because gradients that are finite but far larger than usual can undo what a
 model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
 a norm above 10.
 
-The training step measures the norm and calls `update`. This calls `decide`, the method
-that each rule defines, and keeps the counts that all rules share. One of these counts,
-the `skip_debt`, makes sure that no rule stops training unnoticed: skipped steps add to
-the debt, applied steps pay it off, and `raise_if_stuck` raises an error if it exceeds
-20 times `max_consecutive_skips`.
+The training step computes the norm and calls `update`. This calls `decide`, the method
+that each rule defines, and updates the counts that all rules have.
+
+If a rule skipped nearly all steps, training would stop, and nothing would show it. So
+one of these counts, the *skip debt*, is how many steps must still be applied to make up
+for the skipped ones: a skipped step adds 20, and an applied step subtracts 1.
+`raise_if_stuck` raises an error if the debt exceeds 20 times `max_consecutive_skips`.
 """
 
 import abc
@@ -22,7 +24,9 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
 
-APPLIED_PER_SKIP = 20  # This many applied steps pay off one skipped step.
+# How many applied steps make up for a skipped one. Chosen: a rule that keeps skipping
+# more than about 1 step in 20 is taken for an error.
+APPLIED_PER_SKIP = 20
 # A debt above this stops growing, so that its int32 never wraps around.
 _MAX_DEBT = 2**30
 
@@ -35,21 +39,23 @@ class SkipRule(Stateful):
     count as skipped by the rule. `decide` is called for them as well, but its results
     are dropped.
 
-    A rule is immutable: `update` returns a new one. To write your own, subclass this
-    class and define `decide`. Subclassing alone makes your class a frozen dataclass and
-    a pytree. As in a `LossScale`, declare state with `state_field` and change it with
-    `replace`; all other fields are configuration, which `get_config` saves.
+    To write a rule of your own, subclass this class and define `decide`. Subclassing
+    alone makes your class a frozen dataclass and a pytree. As in a `LossScale`, declare
+    state with `state_field` and change it with `replace`. All other fields are
+    configuration, which `get_config` saves. A rule is immutable: `update` returns a new
+    one.
 
     Attributes:
-      needs_value: whether the rule needs the step's loss; a class attribute.
+      needs_value: whether the rule needs the step's loss; a bool, which a subclass
+        sets.
       gradient_norm: the global L2 norm of the last step's unscaled gradients, or
-        infinity if the step was not finite; float32, shape (); state.
+        infinity if the step was not finite; float32, shape ().
       skipped_by_rule: how many finite steps the rule has skipped so far; int32, shape
-        (); state.
-      skip_debt: how many steps must be applied to pay off the skipped ones. Each
+        ().
+      skip_debt: how many steps must be applied to make up for the skipped ones. Each
         skipped finite step adds 20. Each applied step whose norm is not 0 subtracts 1,
         down to 0. `decide` may set it, as `skips.spikes` does when it applies a spike;
-        int32, shape (); state.
+        int32, shape ().
 
     Example:
       A rule that skips a step if its loss is at least twice the smallest loss so far:
@@ -82,8 +88,9 @@ class SkipRule(Stateful):
     ) -> tuple[Self, jax.Array]:
         """Decides whether to apply one step, assuming that it is finite.
 
-        It is also called for steps that are not, with a norm or a loss of NaN or
-        infinity.
+        In a compiled step, both numbers are traced. So select with `jnp.where`, and do
+        not use `if`. It is also called for steps that are not finite, with a norm or a
+        loss of NaN or infinity.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
@@ -92,7 +99,8 @@ class SkipRule(Stateful):
 
         Returns:
           The new rule, with the same structure, shapes and dtypes as this one, and a
-          bool, True to apply the step. Neither is used if the step is not finite.
+          bool of shape (), True to apply the step. Neither is used if the step is not
+          finite.
         """
 
     def update(
@@ -118,7 +126,7 @@ class SkipRule(Stateful):
         elif self.needs_value:
             raise ValueError(
                 f"the rule {type(self).__name__} looks at the loss, but the step was "
-                "given none: call apply_gradients(grads, state, params, value=loss), "
+                "given none. Call apply_gradients(grads, state, params, value=loss), "
                 "or update with value=loss"
             )
         decided, should_apply = self.decide(norm, value)
@@ -126,8 +134,8 @@ class SkipRule(Stateful):
         should_apply = jnp.asarray(should_apply, bool)
         if should_apply.shape:
             raise TypeError(
-                f"decide of {type(self).__name__} must return one flag for the step, of "
-                f"shape (), got shape {should_apply.shape}: reduce it, say by jnp.all"
+                f"decide of {type(self).__name__} must return one flag for the step, "
+                f"of shape (), got shape {should_apply.shape}. Reduce it by jnp.all"
             )
         skipped = self.skipped_by_rule
         skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
@@ -140,8 +148,8 @@ class SkipRule(Stateful):
 
     def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
         """Returns the debt after a step, given what `decide` set; int32, shape ()."""
-        # A norm of 0 says nothing about the size of gradients, so it pays off nothing.
-        # It can also mean that all gradients are below about 1e-19: their squares
+        # A norm of 0 does not show that steps with other norms are applied, so it pays
+        # off nothing. All gradients are 0, or below about 1e-19, so that their squares
         # underflow.
         is_nonzero = norm > 0
         payment = is_nonzero.astype(jnp.int32)
@@ -153,8 +161,8 @@ class SkipRule(Stateful):
 def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
     """Puts a new number at the front of each row of a window, and drops the oldest.
 
-    A window holds the last norms and losses that a rule has seen. It has shape
-    (2, length), with the newest numbers first; `numbers` has shape (2,).
+    A window contains the last norms and losses. It has shape (2, length), with the
+    newest numbers first. `numbers`, the new norm and loss, has shape (2,).
     """
     newest = numbers[:, None]
     without_oldest = window[:, :-1]

@@ -1,13 +1,16 @@
 """The recommended rule, which skips steps far above the usual norm or loss.
 
-Order statistics of the last applied steps define what is usual: the median, the upper
-quartile, and the largest value that several steps reached. A single spike hardly moves
-these, whereas it would move a mean and a standard deviation. They are computed on log2
-of norms and losses, so multiplying all norms, or all losses, by a constant changes
-nothing.
+A *spike* is a norm or a loss above a limit, which is computed from the last applied
+steps: from their median, their upper quartile, and the largest value that several of
+them reached. A single spike hardly moves these, whereas it would move a mean and a
+standard deviation. They are computed on log2 of norms and losses, so multiplying all
+norms, or all losses, by a constant changes nothing.
 
 For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
 1 bit above their median, that is, above 2. If the norms vary more, the limit is higher.
+
+`skips.spikes` has the rule in pseudocode. The numbers in it were chosen by trial, in
+part on the runs of docs/benchmarks/skips.md, unless a comment below derives them.
 """
 
 from functools import partial
@@ -22,11 +25,13 @@ from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 
 # The standard deviation of a normal distribution is this many times the distance from
-# its median to a quartile.
+# its median to a quartile, which is 0.6745 standard deviations: 1 / 0.6745 = 1.4826.
 _DEVIATION = 1.4826
-_MIN_HISTORY = 8  # With fewer steps in the window, nothing is a spike.
-_ENOUGH_HISTORY = 24.0  # With fewer steps in it, `least` is raised in proportion.
-# A value is usual if at least 3 steps of the window reached it, or 1 in 20 if that is
+# With fewer steps in the window, nothing is a spike.
+_MIN_HISTORY = 8
+# With fewer steps in the window, `least` is multiplied by 24 / steps.
+_ENOUGH_HISTORY = 24.0
+# A value is common if at least 3 steps of the window reached it, or 1 in 20 if that is
 # more.
 _MIN_COMMON = 3
 _COMMON_SHARE = 20
@@ -46,9 +51,9 @@ class SpikeSkipRule(SkipRule):
 
     Attributes:
       norm_limit: the norm above which the last step would have been a spike, or
-        infinity while fewer than 8 norms are known; float32, shape (); state.
+        infinity while fewer than 8 norms are known; float32, shape ().
       value_limit: the loss above which the last step would have been a spike, or
-        infinity while fewer than 8 losses are known; float32, shape (); state.
+        infinity while fewer than 8 losses are known; float32, shape ().
     """
 
     factor: float = checked(_positive, default=6.0)
@@ -69,7 +74,7 @@ class SpikeSkipRule(SkipRule):
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         if value is None:
-            value = jnp.float32(0)  # Only positive numbers can be spikes.
+            value = jnp.float32(0)  # not a spike, as only positive numbers can be
         numbers = jnp.stack([norm, value])
         is_positive = numbers > 0
         positive = jnp.maximum(numbers, validation.SMALLEST)
@@ -78,16 +83,16 @@ class SpikeSkipRule(SkipRule):
         is_above = logs > limits
         is_spike = jnp.any(is_above & is_positive)
 
-        # In terms of the budget of `skips.spikes`, the debt is
+        # The budget of `skips.spikes` is what is left of the largest debt: the debt is
         # 20 * (max_skips - budget). If skipping this step would exceed the budget,
-        # spikes are too common to be accidents, and the step is applied.
+        # spikes are too frequent to be accidents, and the step is applied.
         max_debt = APPLIED_PER_SKIP * self.max_skips
         debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
         exceeds_budget = debt_if_skipped > max_debt
         is_over_budget = is_spike & exceeds_budget
         should_apply = ~is_spike | is_over_budget
 
-        # The window remembers the positive numbers of applied steps.
+        # The positive numbers of applied steps enter the window.
         is_remembered = is_positive & should_apply
         with_logs = with_newest(self._last, logs)
         norm_limit, value_limit = jnp.exp2(limits)
@@ -100,7 +105,7 @@ class SpikeSkipRule(SkipRule):
         return new, should_apply
 
     def _limits(self) -> jax.Array:
-        """Returns log2 of the largest usual norm and loss; shape (2,).
+        """Returns log2 of the limits of norm and loss; float32, shape (2,).
 
         A limit is infinite if fewer than 8 norms, or losses, are known.
         """

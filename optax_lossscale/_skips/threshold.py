@@ -15,7 +15,8 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._skips.rule import SkipRule
 
-_EARLY_THRESHOLD = 1e10  # AXLearn's threshold for the first `min_count` applied steps
+# AXLearn's threshold for the first `min_count` applied steps
+_EARLY_THRESHOLD = 1e10
 
 
 class ThresholdSkipRule(SkipRule):
@@ -23,7 +24,8 @@ class ThresholdSkipRule(SkipRule):
 
     Args:
       threshold: steps with a larger norm are skipped.
-      strict: whether a step whose norm equals the threshold is skipped, too.
+      strict: whether a step whose norm equals the threshold is skipped, too, as in
+        AXLearn; in Megatron-LM, it is applied.
     """
 
     threshold: float = checked(validation.positive)
@@ -43,6 +45,11 @@ class DropNorm(NamedTuple):
     Once `min_count` steps have been applied, the threshold is `mean_factor` times the
     moving average of the norms of applied steps, plus `stddev_factor` times their
     standard deviation. Before that, it is 1e10.
+
+    Attributes:
+      mean_factor: the factor of the mean norm; a Python float.
+      stddev_factor: the factor of the standard deviation; a Python float.
+      min_count: how many steps must be applied first; a Python int.
     """
 
     mean_factor: float
@@ -64,10 +71,10 @@ class MovingAverageSkipRule(SkipRule):
       grad_norm_ema_decay: the decay of the moving averages, in (0, 1).
 
     Attributes:
-      count: how many steps have been applied so far; int32, shape (); state.
-      mean: moving average of their norms, 1 at first; float32, shape (); state.
+      count: how many steps have been applied so far; int32, shape ().
+      mean: moving average of their norms, 1 at first; float32, shape ().
       mean_square: moving average of the squares of their norms, 1 at first; float32,
-        shape (); state.
+        shape ().
     """
 
     mean_factor: float = checked(validation.positive)
@@ -92,12 +99,12 @@ class MovingAverageSkipRule(SkipRule):
         # An infinite square would make all later thresholds infinite.
         square = jnp.square(norm)
         square = jnp.minimum(square, validation.LARGEST)
-        learned = self.replace(
+        updated = self.replace(
             count=optax.safe_increment(self.count),
             mean=self._averaged(self.mean, norm),
             mean_square=self._averaged(self.mean_square, square),
         )
-        return choose(is_usual, learned, self), is_usual
+        return choose(is_usual, updated, self), is_usual
 
     def _threshold(self) -> jax.Array:
         """Returns the smallest norm at which a step is skipped; float32, shape ()."""
