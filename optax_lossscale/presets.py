@@ -1,23 +1,30 @@
 """The loss scalers of other systems, with their original argument names.
 
-Each function is named after a system. It accepts the arguments of the original that
-concern the loss scale, with the original defaults, and returns a loss scale that adapts
-as the original does. For example, `presets.pytorch(init_scale=1024.0)` adapts as
-`torch.amp.GradScaler(init_scale=1024.0)` does. All scales equal those of the originals
-in float32, value for value, except for LogMax, which is tested to within 1%.
+Use a preset to continue a run of another system, or to port its training script::
 
-All presets differ from the originals in two ways. A scale that would leave float32's
-normal range, 1.18e-38 to 3.4e38, stays as it is, and a `FixedLossScale` is at most
-2**126. Docstrings mention any other differences. An invalid argument raises a
-`ValueError`, unless the original ignores it.
+    scaler = torch.amp.GradScaler(init_scale=1024.0)          # there
+    loss_scale = presets.pytorch(init_scale=1024.0)           # here
+    tx = with_loss_scale(optax.adamw(1e-3), loss_scale)
+
+Each function is named after a system. It accepts the arguments of the original that
+concern the loss scale, with the original defaults, and returns a loss scale. After any
+sequence of steps, its scale in float32 equals that of the original, with these
+exceptions:
+
+- A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
+- A `FixedLossScale` is at most 2**126.
+- LogMax agrees with its original to within 1%.
+- The docstrings mention any other differences.
+
+An invalid argument raises a `ValueError`, unless the original ignores it.
 
 Unless its docstring says otherwise, a preset backs off at each non-finite step. A step
 whose gradients are all zero counts as finite. (LogMax treats it as if its largest
 gradient were 2**-126.) If most steps are like that, use `HeadroomLossScale` instead.
 
 The originals do not check the loss, and most of those with a fixed scale check nothing.
-With `skip=None`, `with_loss_scale` does the same: it does not look at the loss, and if
-the scale is fixed, it checks nothing.
+For the same here, pass `skip=None` to `with_loss_scale`: then the loss is not checked,
+and with a fixed scale, nothing is.
 """
 
 from typing import Any, Literal
@@ -56,22 +63,25 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _growth_factor(name: str, factor: float) -> float:
+def _growth_factor(factor: float) -> float:
     """Checks a growth factor, and rounds it to float32, as its original does."""
-    checked = validation.growth_factor(name, factor)
+    checked = validation.growth_factor("growth_factor", factor)
     return float(np.float32(checked))
 
 
 def _symmetric_factor(name: str, factor: float) -> float:
-    """Checks a factor by which the scale grows, and is divided to back off."""
+    """Checks a factor by which the scale grows, and by which it is divided.
+
+    Its reciprocal, the back-off factor, must be a normal float32 number, too.
+    """
     return validation.number_between(
         name, factor, least=1, most=2.0**126, allowed="a number from 1 to 2**126"
     )
 
 
-def _backoff_factor(name: str, factor: float) -> float:
-    """Checks a back-off factor, and rounds it to float32, as in `_growth_factor`."""
-    checked = validation.backoff_factor(name, factor)
+def _backoff_factor(factor: float) -> float:
+    """Checks a back-off factor, and rounds it to float32, as its original does."""
+    checked = validation.backoff_factor("backoff_factor", factor)
     return float(np.float32(checked))
 
 
@@ -132,11 +142,13 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
 
     Example:
       >>> from optax_lossscale import presets
-      >>> ls, should_apply = presets.tensorflow_contrib_fixed(128.0).update(float("inf"))
+      >>> ls = presets.tensorflow_contrib_fixed(128.0)
+      >>> ls, should_apply = ls.update(float("inf"))
       >>> print(ls(), should_apply)
       128.0 False
     """
-    # Factors of 1 keep the scale fixed. `FixedLossScale` itself would check nothing.
+    # Factors of 1 keep the scale fixed. The `update` of a `FixedLossScale` would check
+    # nothing.
     return DynamicLossScale(
         initial_scale=loss_scale,
         growth_factor=1.0,
@@ -161,7 +173,7 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    Finite steps do not reset the count of non-finite steps. Any change of the scale
+    Finite steps do not reset the count of non-finite steps. Any growth or back-off
     does.
 
     Args:
@@ -179,8 +191,8 @@ def tensorflow_contrib_exponential(
     return DynamicLossScale(
         initial_scale=init_loss_scale,
         growth_interval=incr_every_n_steps,
-        growth_factor=_growth_factor("incr_ratio", incr_ratio),
-        backoff_factor=_backoff_factor("decr_ratio", decr_ratio),
+        growth_factor=_growth_factor(incr_ratio),
+        backoff_factor=_backoff_factor(decr_ratio),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_refill="rescale",
     )
@@ -312,8 +324,8 @@ def flax(
     )
     return DynamicLossScale(
         initial_scale=scale,
-        growth_factor=_growth_factor("growth_factor", growth_factor),
-        backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
+        growth_factor=_growth_factor(growth_factor),
+        backoff_factor=_backoff_factor(backoff_factor),
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
         min_scale=minimum_scale,
@@ -446,8 +458,8 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_growth_factor("growth_factor", growth_factor),
-        backoff_factor=_backoff_factor("backoff_factor", backoff_factor),
+        growth_factor=_growth_factor(growth_factor),
+        backoff_factor=_backoff_factor(backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
@@ -516,6 +528,8 @@ def fairseq(
 ) -> ToleranceLossScale:
     """The `DynamicLossScaler` of fairseq.
 
+    `ToleranceLossScale` documents the rule.
+
     Args:
       init_scale: the initial scale.
       scale_factor: the scale grows by this factor, and is divided by it to back off.
@@ -525,8 +539,8 @@ def fairseq(
       threshold: the lowest scale to back off to, or None. With a threshold above
         `min_loss_scale`, there is no error. A scale below the threshold rises to it
         when it backs off.
-      min_loss_scale: if the scale would fall to this bound or below, `raise_if_stuck`
-        raises an error.
+      min_loss_scale: a scale that would fall to this bound or below stays as it is, and
+        `raise_if_stuck` raises an error.
 
     Example:
       >>> from optax_lossscale import presets
@@ -554,15 +568,17 @@ def openseq2seq_logmax(
 ) -> LogMaxLossScale:
     """OpenSeq2Seq's `LogMaxScaler`, which starts at 1, clipped to the bounds.
 
+    `LogMaxLossScale` documents the rule.
+
     Args:
       scale_min: the floor.
       scale_max: the cap.
       log_max: an overflow is averaged as if log2 of the largest gradient were
         `2**log_max`, as in the original; at most 60.
       beta1: the decay of the mean, in [0, 1).
-      beta2: the decay of the averages from which the spread is computed, in [0, 1).
-      overflow_std_dev: how many standard deviations above the mean log2 of a gradient
-        may be without an overflow, from 0 to 1e6.
+      beta2: the decay of the averages for the standard deviation, in [0, 1).
+      overflow_std_dev: how many standard deviations above the mean a gradient's log2
+        may be before it overflows, from 0 to 1e6.
 
     Example:
       >>> from optax_lossscale import presets
