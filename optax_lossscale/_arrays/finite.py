@@ -39,7 +39,7 @@ from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_le
 
 # The name of a mapped axis, or a tuple of such names
 AxisName = Hashable
-# Leaves of the same shape and dtype, which one kernel reads together
+# Each group has leaves of the same shape and dtype, which one kernel reads.
 Groups = list[list[jax.Array]]
 
 
@@ -67,12 +67,13 @@ _SHORTEST_ROW = 2**8
 def all_finite(tree: Any) -> jax.Array:
     """Whether all numbers of a tree are finite: no NaN, no infinity.
 
-    `with_loss_scale` calls it at every step. Call it yourself in a step that you write
-    without the wrapper, or on activations and batches. It reads each number once.
+    `with_loss_scale` checks the gradients like this at every step. Call it yourself in
+    a step that you write without the wrapper, or for activations and batches. It reads
+    each number once.
 
-    Under `jit`, the result covers all devices. Under `pmap` or `shard_map`, it covers
-    one replica only: pass `axis_name` to `with_loss_scale` or to `LossScale.update`, so
-    that all replicas decide alike.
+    Under `jit`, the result is about the arrays of all devices. Under `pmap` or
+    `shard_map`, it is about one replica: to decide for all replicas alike, pass
+    `axis_name` to `with_loss_scale` or to `LossScale.update`.
 
     Args:
       tree: any pytree of arrays and Python numbers. `None`, integer, bool and float0
@@ -94,7 +95,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def largest(tree: Any) -> jax.Array:
-    """The largest absolute value in a tree, or infinity if a number is not finite.
+    """Returns the largest absolute value in a tree, or infinity if any is not finite.
 
     A complex number counts as the larger of its two parts. The result is float32, shape
     (). It is 0 for a tree without floating-point and complex leaves.
@@ -103,12 +104,12 @@ def largest(tree: Any) -> jax.Array:
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
+    """Returns the global L2 norm, and whether all numbers are finite; both of shape ().
 
-    Both the norm and the sum of squares under its root are float32. So a norm of 2**64
-    or more is infinite, even if all numbers are finite: a step is finite if the flag
-    says so. CPUs flush the squares of numbers below about 1e-19 to zero, because they
-    are less than 1.18e-38, so the norm of such numbers is 0, however many.
+    They take one pass over the numbers. The norm and the sum of squares under its root
+    are float32, so a norm of 2**64 or more is infinite, even if all numbers are finite.
+    CPUs flush the squares of numbers below about 1e-19 to zero, because they are
+    subnormal, so the norm of such numbers is 0, however many there are.
     """
     sum_of_squares, finite = _reduce_tree(
         tree, _squares_and_flags_on_cpu, _squares_and_flags
@@ -146,7 +147,7 @@ def _reduce_tree(
 
 
 def _real_leaves(tree: Any) -> list[jax.Array]:
-    """The floating-point leaves, and both parts of complex ones; one zero if none."""
+    """Returns the floating-point leaves and the parts of complex ones, or one zero."""
     leaves = []
     inexact = filter(is_inexact_leaf, jax.tree.leaves(tree))
     for x in map(jnp.asarray, inexact):
@@ -192,12 +193,12 @@ def _all_finite(groups: Groups) -> jax.Array:
 
 
 def _largest(groups: Groups) -> jax.Array:
-    """The largest absolute value, or infinity if a number is not finite; shape ()."""
+    """Returns the largest absolute value, or infinity if any is not finite."""
     return _reduced(groups, _MAGNITUDES)
 
 
 def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The sum of squares, and whether all numbers are finite; both of shape ()."""
+    """Returns the sum of squares, and whether all numbers are finite."""
     sum_of_squares = _reduced(groups, _SQUARES)
     finite = _reduced(groups, _FLAGS)
     return sum_of_squares, finite
@@ -230,7 +231,7 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
-    """Whether all numbers are finite; bool, shape ()."""
+    """Returns what `_all_finite` returns."""
     zero, finite = _reduced_and_checked(groups, _ZEROS)
     # `zero` is 0 if all numbers are finite, else NaN. It adds nothing to the flag. But
     # if it were not used, a compiler would remove it, and with it the second output.
@@ -238,7 +239,7 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
-    """The largest absolute value, or infinity if a number is not finite; shape ()."""
+    """Returns what `_largest` returns."""
     maximum, finite = _reduced_and_checked(groups, _MAGNITUDES)
     # `maximum` is infinite already if the flag is False. The flag is used so that no
     # compiler removes it, and with it the second output.
@@ -246,7 +247,7 @@ def _largest_on_cpu(groups: Groups) -> jax.Array:
 
 
 def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The sum of squares, and whether all numbers are finite; both of shape ()."""
+    """Returns what `_squares_and_flags` returns, up to rounding."""
     # The reduction has only a few running sums, and the larger a sum is, the more
     # digits of the next square it loses: 2**24 + 1 is 2**24 in float32. So large leaves
     # are summed row by row. For 2**25 normally distributed numbers, the sum of squares
@@ -262,7 +263,7 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
 def _reduced_and_checked(
     groups: Groups, measure: _Measure, first_axis: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """A measure of all numbers, and whether all are finite; both of shape ().
+    """Returns a measure of all numbers, and whether all are finite; both of shape ().
 
     Each leaf is reduced in one pass along its axes from `first_axis` on. The results of
     all leaves are then reduced together.
@@ -332,12 +333,12 @@ def _rows(x: jax.Array) -> list[jax.Array]:
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """The square of each number, as float32."""
+    """Returns the square of each number, as float32."""
     return jnp.square(x.astype(jnp.float32))
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """The absolute value of each number, as float32, or infinity if it is not finite.
+    """Returns absolute values as float32, and infinity for numbers that are not finite.
 
     A maximum would lose a NaN on CPU, but it keeps an infinity. A float64 number beyond
     the range of float32 counts as the largest float32 number.
@@ -348,7 +349,7 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 
 def _zero_if_finite(x: jax.Array) -> jax.Array:
-    """Zero for each finite number, and NaN for any other, as float32.
+    """Returns 0 for each finite number, and NaN for any other, as float32.
 
     It computes `x - x` in float32 or wider, because 16-bit arithmetic takes longer on a
     CPU: each result is computed in float32, and then rounded.
@@ -382,7 +383,7 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
-    """`largest` over all replicas along the named axes; float32, shape ()."""
+    """Returns the `largest` of all replicas along the named axes; float32, shape ()."""
     return reduce_replicas(lax.pmax, largest(tree), axis_name)
 
 

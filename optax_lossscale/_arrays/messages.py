@@ -39,8 +39,8 @@ _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
     "user_names", default=MappingProxyType({})
 )
 
-# These limits, and the 300 characters of `shown`, were chosen. They keep an error with
-# two values below 600 or so characters, whatever was passed.
+# These limits, and the 300 characters of `shown`, were chosen so that an error stays
+# readable, whatever was passed.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = 60
@@ -48,7 +48,7 @@ _SHORT.maxother = 100
 
 
 def shown(value: Any) -> str:
-    """The repr of a value for an error message, shortened to at most 300 characters."""
+    """Returns the repr of a value for an error message, in at most 300 characters."""
     text = _SHORT.repr(value)
     return textwrap.shorten(text, 300, placeholder="…")
 

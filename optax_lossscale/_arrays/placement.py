@@ -18,7 +18,7 @@ def is_on_several_devices(x: jax.Array) -> bool:
 
     It is known if the arguments of the `jit` are on several devices, or under
     `jax.set_mesh`. It is not known yet if only `in_shardings` will put the arguments
-    there. A True does not say whether the array is sharded over the devices or
+    there. True does not say whether the array is sharded over the devices or
     replicated. Axes that `shard_map` maps do not count: along these, the array is what
     a single replica has.
     """

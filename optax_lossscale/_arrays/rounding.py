@@ -45,9 +45,9 @@ _INFINITY_BITS = np.uint32(0x7F800000)
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """Rounds float32 numbers to float16 or bfloat16; returns `(rounded, rest)`.
 
-    Both have the shape of `number`. `rounded` has float32 as its dtype, so that updates
-    of it are computed in float32. `rest` is uint16 for bfloat16, and for float16 the
-    float32 numbers themselves. Infinities and NaNs stay as they are.
+    Both have the shape of `number`. `rounded` is still a float32 array, of numbers that
+    the 16-bit dtype has. `rest` is uint16 for bfloat16, and for float16 the float32
+    numbers themselves. Infinities and NaNs stay as they are.
     """
     narrow = ("float16", "bfloat16")
     validation.one_of("the dtype of a parameter", str(dtype), narrow)

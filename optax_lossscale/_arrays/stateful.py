@@ -276,11 +276,11 @@ class Stateful(abc.ABC):
         )
 
     def _configuration(self) -> tuple[tuple[str, Any], ...]:
-        """The names and values of the static fields."""
+        """Returns the names and values of the configuration fields."""
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
-        """The state as leaves with keys, and the configuration as static data."""
+        """Returns the state, as leaves with keys, and the configuration."""
         state = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
         return state, self._configuration()
 

@@ -53,9 +53,9 @@ class DynamicLossScale(LossScale):
     first. So a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
 
     Args:
-      initial_scale: the loss scale before the first step, within the bounds. If the
-        first steps overflow, they are skipped while the scale falls; `diagnose` finds
-        an initial scale at which they do not.
+      initial_scale: the loss scale before the first step, within the bounds. If it is
+        far too large, the first steps are skipped, one for each back-off. `diagnose`
+        finds one that fits.
       growth_interval: the scale grows after this many finite steps in a row.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
@@ -71,9 +71,8 @@ class DynamicLossScale(LossScale):
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
         finite step, as with DeepSpeed's `consecutive_hysteresis`.
-      can_be_exhausted: whether a scale becomes `exhausted`, at which `raise_if_stuck`
-        raises an error, by an overflow at which it should back off, but cannot be
-        lowered.
+      can_be_exhausted: whether an overflow makes the scale `exhausted` if it is due to
+        back off, but cannot be lowered. `raise_if_stuck` then raises an error.
       initial_growth_counter: the initial value of `growth_counter`, from 0 to
         `growth_interval - 1`.
 

@@ -8,14 +8,14 @@ scale becomes 2**(16 - 1 + 8) = 2**23.
 
 Three words in this file are the rule's own:
 
-- The *reserve* is by how many more bits the scale is lowered after overflows that the
-  measured gradients do not explain. Only the gradients of the parameters are measured,
-  and those inside the model may be larger.
-- The *memory* is in how many steps the remembered size and the reserve decay by a bit
-  or more, unless another step confirms them. It is short at first, and each run of
+- The *reserve* is a number of bits by which the scale is lowered further, after
+  overflows that the measured gradients do not explain. Only the gradients of the
+  parameters are measured, and those inside the model may be larger.
+- The *memory* is the number of steps in which the remembered size and the reserve decay
+  by a bit or more, unless a step confirms them. It is short at first, and each run of
   overflows lengthens it. While all gradients are zero, the decay is 64 times as slow.
-- An overflow is *excused* if it does not lower the scale, because the batch was found
-  to overflow at any scale.
+- An overflow is *excused* if it does not lower the scale, because batches have been
+  found to overflow at any scale.
 """
 
 from typing import Any, Self
@@ -66,8 +66,8 @@ _SHORTENING = 4096
 
 # Close to the 2000 of TensorFlow and PyTorch. Its reciprocal is exact.
 _GROWTH_STEPS = 2048
-# This many steps with all-zero gradients count as one measured step, because few such
-# steps are due to underflow.
+# This many steps with all-zero gradients count as one measured step, on the assumption
+# that few of them are due to underflow.
 _ZERO_STEPS = 64
 
 

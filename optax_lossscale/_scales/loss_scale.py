@@ -1,9 +1,8 @@
 """The abstract loss scale: why the loss is scaled, and how the scale adapts.
 
-The positive numbers of float16 range from 2**-24 to 65504. Gradients that are smaller
-than half of the least number, 2**-25, are rounded to zero. By the chain rule,
-multiplying the loss by a number multiplies every gradient by it, too. A training step
-makes use of that:
+The positive numbers of float16 range from 2**-24 to 65504. Gradients of 2**-25 or less,
+half of the least number, are rounded to zero. By the chain rule, multiplying the loss
+by a number multiplies every gradient by it, too. A training step makes use of that:
 
 1. It multiplies the loss by a *loss scale* before differentiating it
    (`LossScale.scale`), which moves small gradients into float16's range.
@@ -15,8 +14,8 @@ backward pass computes 2**-15, and dividing that by 2**15 in float32 recovers 2*
 
 The larger the scale, the fewer gradients underflow, but beyond some scale the largest
 ones overflow to infinity. The step is then skipped, and the scale lowered. So a
-`LossScale` is a number together with the rule that adapts it. A step in full, without
-the wrapper::
+`LossScale` is a number together with the rule that adapts it. Without the wrapper, a
+step begins like this::
 
     scaled_grads = jax.grad(lambda params: loss_scale.scale(loss_fn(params)))(params)
     grads = loss_scale.unscale(scaled_grads)
@@ -129,9 +128,9 @@ class LossScale(Stateful):
             `with_loss_scale` has a `mask`, it passes a flat list of gradients, with
             None in place of each gradient that the mask excludes.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-            replicas must take the same decision. They exchange one scalar for it.
-            Without it, each replica would decide alone, and their parameters would
-            diverge.
+            replicas decide together, at the cost of communicating one scalar. Without
+            it, one replica might skip a step that others apply, and their parameters
+            would diverge.
 
         Returns:
           The new loss scale, and `should_apply`: a bool array of shape (), or Python's
@@ -147,9 +146,9 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed at a scale that could not be lowered.
 
-        If so, the rule cannot do more, and `raise_if_stuck` raises an error. The result
-        is about the last step that the scale adapted to. A step that is skipped because
-        of its loss, or by a skip rule, does not change it.
+        If so, the rule has no remedy left, and `raise_if_stuck` raises an error. The
+        result is about the last step that the scale adapted to. A step that is skipped
+        because of its loss, or by a skip rule, does not change it.
 
         Returns:
           A bool, shape (); always False unless a subclass overrides this method.
