@@ -202,8 +202,8 @@ def axlearn(
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`.
 
     Skipped steps do not change a threshold that follows the norms. So if norms stay
-    above it, every step is skipped, until `raise_if_stuck` raises an error. `spikes`
-    adapts after `max_skips` such steps.
+    above it, every step is skipped, and `raise_if_stuck` raises an error. The rule
+    `spikes` accepts such norms after `max_skips` steps.
 
     Args:
       drop_norm: the threshold: a step with this norm or a larger one is skipped. For a
@@ -279,8 +279,7 @@ def drop_norm_by_grad_norm_stddev(
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     """The rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
 
-    If norms stay above it, every step is skipped, until `raise_if_stuck` raises an
-    error.
+    If norms stay above it, every step is skipped, and `raise_if_stuck` raises an error.
 
     Args:
       grad_norm_skip_threshold: steps with a larger norm are skipped; finite.

@@ -46,9 +46,6 @@ _GAP_BITS = 10
 # The scale stays between 2**-100 and 2**100, well within float32's 2**-126 and 2**128.
 _MAX_EXPONENT = 100
 
-_LOWEST = 2.0**-_MAX_EXPONENT
-_HIGHEST = 2.0**_MAX_EXPONENT
-
 # How many overflows are excused once the batch has been found at fault. That takes six
 # overflows, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
@@ -158,7 +155,10 @@ class HeadroomLossScale(LossScale):
     """
 
     initial_scale: float = checked(
-        validation.number_between, least=_LOWEST, most=_HIGHEST, default=2.0**15
+        validation.number_between,
+        least=2.0**-_MAX_EXPONENT,
+        most=2.0**_MAX_EXPONENT,
+        default=2.0**15,
     )
     margin: int = checked(validation.int_between, least=0, most=24, default=1)
     spare_bits: jax.Array = state_field()

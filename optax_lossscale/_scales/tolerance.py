@@ -23,9 +23,10 @@ from optax_lossscale._scales.loss_scale import LossScale
 class ToleranceLossScale(LossScale):
     """Backs off at an overflow if too many recent steps have overflowed.
 
-    Use it to continue a run of fairseq, or if single broken batches should not lower
-    the scale. The overflows since the last back-off are too many if they make up at
-    least a share of `tolerance` of the steps since the scale last changed. The rule::
+    Use it to continue a run of fairseq, or, with a `tolerance` above 0, to keep rare
+    broken batches from lowering the scale. The overflows since the last back-off are
+    too many if they are at least a share of `tolerance` of the steps since the scale
+    last changed. The rule::
 
         steps += 1
         if grads_finite:

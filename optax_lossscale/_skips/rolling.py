@@ -4,7 +4,7 @@ For example, with a window of 128 steps and a `sigma_factor` of 6, a step is ski
 its norm is more than 6 standard deviations above the mean norm of the last 128 steps.
 The loss is compared in the same way.
 
-OLMo-core, MaxText and Levanter have this rule. Levanter divides by another number in
+OLMo-core, MaxText and Levanter use this rule. Levanter divides by another number in
 the standard deviation (`ddof`), and skips nothing for one step longer
 (`least_history`).
 """
