@@ -13,10 +13,13 @@ exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
-- LogMax agrees with its original to within 1%.
-- The docstrings mention any other differences.
+- LogMax is tested to within 1%.
+- Any others are in the docstrings.
 
-An invalid argument raises a `ValueError`, unless the original ignores it.
+The tests compare each preset with recorded runs of its original. Two originals could
+not be run, `tensorflow_contrib_fixed` and `apex`, so these presets are compared with
+their published rules. An invalid argument raises a `ValueError`, unless the original
+ignores it.
 
 Unless its docstring says otherwise, a preset backs off at each non-finite step. A step
 whose gradients are all zero counts as finite. (LogMax treats it as if its largest
