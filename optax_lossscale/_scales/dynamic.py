@@ -64,9 +64,9 @@ class DynamicLossScale(LossScale):
         range.
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale stays in float32's range.
-      hysteresis: how many non-finite steps it takes to back off. With 2 or more, a
-        single broken batch does not lower the scale. `hysteresis_refill` says when the
-        count starts over.
+      hysteresis: how many non-finite steps it takes to back off; `hysteresis_refill`
+        determines when the count starts over. With 2 or more, a single broken batch
+        after that does not lower the scale.
       hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
