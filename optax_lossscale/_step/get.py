@@ -170,7 +170,8 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # The number does not say how the scale adapts, but callers only scale by it.
+        # Any class that accepts the number would do, because callers only multiply by
+        # the scale, and never adapt it.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)

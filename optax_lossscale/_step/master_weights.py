@@ -34,6 +34,9 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
+    Use it if the parameters themselves are float16 or bfloat16. You do not need it for
+    float32 parameters, even if the model computes in 16 bits, as under `autocast`.
+
     Most updates are smaller than half the distance from a parameter to the next 16-bit
     number, so adding them to the parameter would change nothing. Therefore the state
     stores a *remainder*, which is what a 16-bit parameter lacks to be a float32 number.
@@ -67,12 +70,6 @@ def with_master_weights(
     for bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
     parameters.
 
-    Source: Micikevicius et al., "Mixed Precision Training"
-    (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
-    DeepSpeed. The 16 further bits are the "split SGD" of Kalamkar et al., "Optimizing
-    Deep Learning Recommender Systems' Training On CPU Cluster Architectures"
-    (https://arxiv.org/abs/2005.04680).
-
     Args:
       inner: any Optax transformation. It receives gradients and parameters in float32
         or wider.
@@ -90,6 +87,12 @@ def with_master_weights(
       ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
         or if the state was made for other shapes or dtypes. (Float32 parameters are
         accepted in place of 16-bit ones, because `with_loss_scale` converts them.)
+
+    Source: Micikevicius et al., "Mixed Precision Training"
+    (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
+    DeepSpeed. The 16 further bits are the "split SGD" of Kalamkar et al., "Optimizing
+    Deep Learning Recommender Systems' Training On CPU Cluster Architectures"
+    (https://arxiv.org/abs/2005.04680).
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of the smallest
@@ -147,9 +150,10 @@ def _check_arguments(state: Any, params: Any) -> None:
             "the state of with_master_weights must be the MasterWeightsState that its "
             f"init or its last step returned, got a {type(state).__name__}. To begin "
             "with master weights in a run that had none, restore the optimizer's "
-            "state into that of init: "
-            "state._replace(inner_state=optax.tree.cast_like(restored, "
-            "state.inner_state))"
+            "state into that of init:\n"
+            "    state = tx.init(params)\n"
+            "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
+            "    state = state._replace(inner_state=inner_state)"
         )
     if params is None:
         raise ValueError(
@@ -159,7 +163,12 @@ def _check_arguments(state: Any, params: Any) -> None:
 
 
 class _UpdateAndRemainder(NamedTuple):
-    """The result of a step for one parameter."""
+    """The results of a step for one parameter, arrays of its shape.
+
+    Attributes:
+      update: the update that leads to the new rounded parameter; float32 or wider.
+      remainder: the new remainder, in the dtype of the old one.
+    """
 
     update: Any
     remainder: Any

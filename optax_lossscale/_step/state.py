@@ -73,7 +73,7 @@ def loss_scale_state_or_none(state: Any) -> LossScaleState | None:
 
 
 def check_state(state: Any) -> None:
-    """Raises unless `state` is a `LossScaleState` of one model, as a step returns it."""
+    """Raises unless this is the `LossScaleState` of one model, as a step returns it."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or "
@@ -92,7 +92,7 @@ def check_state(state: Any) -> None:
 
 
 def check_no_stack(scalar: Any) -> None:
-    """Raises a `ValueError` if a scalar of a state has axes, as in a stack of states."""
+    """Raises a `ValueError` if a scalar has axes, as it has in a stack of states."""
     shape = np.shape(scalar)
     if shape:
         raise ValueError(
@@ -119,7 +119,7 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
 
 
 def _shown_config(x: Any) -> Any:
-    """Returns what to show of a loss scale, of a rule, or of anything in their place."""
+    """Returns what an error shows of a loss scale, a rule, or anything else."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
@@ -145,7 +145,8 @@ def check_inner_dtypes(
             raise ValueError(
                 f"the inner state holds {dtype} where it needs {initial_dtype}, at "
                 f"{path_name(path)}. It comes from an optimizer of 16-bit parameters, "
-                "and small numbers would underflow in it. Cast it once: state = "
-                "tx.init(params), then state._replace(inner_state=optax.tree.cast_like("
-                "restored, state.inner_state))"
+                "and small numbers would underflow in it. Cast it once, by cast_like:\n"
+                "    state = tx.init(params)\n"
+                "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
+                "    state = state._replace(inner_state=inner_state)"
             )

@@ -39,8 +39,13 @@ class LossScaleError(RuntimeError):
 def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     """Raises an error on the host if loss scaling has nothing left to try.
 
-    It waits for the device. Skipped steps leave the parameters as they were, so you can
-    examine afterwards what went wrong: `print(diagnose(loss_fn, params, batch))`.
+    Call it between two steps, but not after each, because it waits for the device::
+
+        if step % 100 == 0:
+            ols.raise_if_stuck(state)
+
+    Skipped steps leave the parameters as they were, so you can examine afterwards what
+    went wrong: `print(ols.diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
