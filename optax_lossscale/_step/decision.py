@@ -78,8 +78,8 @@ def decide_step(
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _run_rule(rule, norm, value, passed, axis_name)
-        skipped_though_passed = passed & ~should_apply
-        scale_adapts = loss_finite & ~skipped_though_passed
+        # A step that passed the other checks, but is skipped here, leaves it unchanged.
+        scale_adapts = loss_finite & (should_apply | ~passed)
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
     new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
