@@ -29,8 +29,12 @@ def where_applied(state: Any, new: T, old: T) -> T:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
     Use it for every value that a skipped step should not change: for batch statistics,
-    in which a NaN would stay forever, or for an average of the parameters. Skipping
-    itself protects only the parameters and the optimizer's state.
+    in which a NaN would stay forever, or for an average of the parameters::
+
+        params, state = tx.apply_gradients(scaled_grads, state, params)
+        batch_stats = ols.where_applied(state, new_batch_stats, batch_stats)
+
+    Skipping itself protects only the parameters and the optimizer's state.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it, or a

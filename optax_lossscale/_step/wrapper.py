@@ -235,6 +235,9 @@ def with_loss_scale(
             updates = zeros
         loss_scale = loss_scale.adjust(finite)
 
+    The scaled gradients come from `value_and_scaled_grad`, or from a loss function that
+    returns `scale_gradient(loss, state)`. The method `minimize` computes them itself.
+
     `inner` receives unscaled gradients, parameters and state in float32 or wider. Pass
     it the whole optimizer: `with_loss_scale(optax.chain(clip, optimizer))`. In a chain
     around the wrapper, a transformation before it would receive scaled gradients; one
