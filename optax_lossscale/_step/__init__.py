@@ -1,12 +1,12 @@
 """The training step: scales the loss, checks the gradients and runs the optimizer.
 
-A step computes the following, and each line has its file::
+Each line of a step has its file::
 
-    scaled_grads = grad(loss * loss_scale)                  # gradient.py
-    grads = scaled_grads / loss_scale                       # inputs.py
-    should_apply, loss_scale = decide(grads, loss_scale)    # decision.py
-    if should_apply:                                        # branch.py
-        params, inner_state = inner_step(grads, inner_state, params)    # update.py
+    gradient.py    scaled_grads = grad(loss * loss_scale)
+    inputs.py      grads = scaled_grads / loss_scale
+    decision.py    should_apply, loss_scale = decide(grads, loss_scale)
+    branch.py      if should_apply:
+    update.py          params, inner_state = update(grads, inner_state, params)
 
 `value_and_scaled_grad` is the first line. The others are the optimizer that
 `with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.

@@ -52,8 +52,8 @@ _REMEDY_FOR_SEVERAL = (
 def get(identifier: LossScaleLike) -> LossScale:
     """Returns the loss scale for an identifier: a word, a number or a config.
 
-    `with_loss_scale` and other functions call it on their argument `loss_scale`, so a
-    config file of your program may hold any identifier.
+    `with_loss_scale` and other functions call it on their argument `loss_scale`. So a
+    program can read that argument from a config file, as a word, a number or a dict.
 
     Args:
       identifier: one of the following:

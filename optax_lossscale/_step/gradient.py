@@ -118,7 +118,10 @@ def value_and_scaled_grad(
 
     The loss is multiplied by the loss scale before it is differentiated, so that small
     gradients do not underflow in float16. Call this inside the training step, with the
-    current state: a function made before the loop would keep the first loss scale.
+    current state, because a function made before the loop would keep the first scale::
+
+        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.

@@ -45,7 +45,7 @@ class StepInputs:
       params: the parameters, or None if the caller passed none.
       value: the true loss, shape (), or None if the caller passed none.
       kept: for each leaf of `grads`, whether the mask keeps it; None without a mask.
-      missing: which gradients are missing.
+      missing: which gradients were missing.
     """
 
     grads: Any
@@ -72,7 +72,7 @@ class StepInputs:
         return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
-        """Returns a copy with zeros in place of NaN and infinities, and in the loss."""
+        """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
         # Whether a number is replaced depends on that number alone, and not on the
         # check of all of them. So a norm that `inner` computes for a clip need not wait
         # for the check, and XLA can compute both in the same pass.

@@ -164,11 +164,12 @@ def _check_arguments(state: Any, params: Any) -> None:
 
 
 class _UpdateAndRemainder(NamedTuple):
-    """The results of a step for one parameter, arrays of its shape.
+    """The results of a step for one parameter.
 
     Attributes:
-      update: the update that leads to the new rounded parameter; float32 or wider.
-      remainder: the new remainder, in the dtype of the old one.
+      update: what to add to the parameter; float32 or wider, of the parameter's shape.
+      remainder: the new remainder, in the shape and dtype of the old one, or
+        `optax.MaskedNode()` for a parameter in float32 or wider.
     """
 
     update: Any

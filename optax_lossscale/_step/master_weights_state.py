@@ -31,9 +31,9 @@ class MasterWeightsState(NamedTuple):
       master_weights: the remainders, a tree like the parameters: what each 16-bit
         parameter lacks to be the float32 number that is trained. To get the float32
         numbers, call `weights`. For a bfloat16 parameter, the remainder is a uint16
-        array of its shape, the low 16 bits of the number plus 0x8000 (modulo 2**16, as
-        the rounding adds half a unit). For a float16 parameter, it is the float32
-        number itself. For every other parameter, it is `optax.MaskedNode()`.
+        array of its shape: the low 16 bits of the number, plus 0x8000 that the rounding
+        adds. For a float16 parameter, it is the float32 number itself. For every other
+        parameter, it is `optax.MaskedNode()`.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """

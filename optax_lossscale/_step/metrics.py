@@ -21,9 +21,10 @@ from optax_lossscale._step.state import loss_scale_state_or_none
 def metrics(state: Any) -> dict[str, jax.Array]:
     """Returns the state of loss scaling as a flat dict of scalars to log.
 
-    Call it in the compiled step, and log the result. With a `DynamicLossScale`, a few
-    skipped steps are normal, because the scale grows until gradients overflow. If steps
-    are skipped again and again, look for the cause with `diagnose`.
+    Call it in the compiled step or on the state that the step returns. With a
+    `DynamicLossScale`, a few skipped steps are normal, because the scale grows until
+    gradients overflow. If steps are skipped again and again, look for the cause with
+    `diagnose`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or

@@ -33,9 +33,9 @@ _RESTART_RULE = (
 
 
 class LossScaleError(RuntimeError):
-    """The error of `raise_if_stuck`: the loss scale has nothing left to try.
+    """Training cannot go on: the scale is exhausted, or too many steps were skipped.
 
-    Either the scale is exhausted, or too many steps were skipped.
+    `raise_if_stuck` raises it.
     """
 
 
@@ -111,9 +111,9 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
     """Explains why too many steps were skipped; returns None if they were not."""
     rule = state.skip_rule
-    # Since a debt this large was last 0, the rule has skipped more than `max_skips`
-    # steps, plus 1 for each 20 that were applied. That is over 1 in 20 of these steps,
-    # or if more than 380 * max_skips were applied, over 1 in 21.
+    # Since such a debt was last 0, the rule has skipped over `max_skips` steps, and 1
+    # more for each 20 that were applied. That is over 1 in 20 of all these steps, or if
+    # more than 380 * max_skips were applied, over 1 in 21.
     if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_skips:
         return (
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "

@@ -110,7 +110,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which "
-                "was replaced: instead, call update and optax.apply_updates\n"
+                "was replaced: instead, call update and optax.apply_updates:\n"
                 "    updates, state = tx.update(scaled_grads, state, params)\n"
                 "    params = optax.apply_updates(params, updates)"
             )
@@ -139,7 +139,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
         `apply_gradients` with the loss as `value`. So if the loss is not finite, the
-        step is skipped (unless `skip=None`).
+        step is skipped (unless `skip=None`). If your step needs the gradients itself,
+        as it does for a `pmean` under `pmap`, call these two instead.
 
         Args:
           loss_fn: is called as `loss_fn(params, *args, **kwargs)`, and returns the
@@ -258,8 +259,8 @@ def with_loss_scale(
 
     - Under `pmap`, and under `shard_map(…, check_vma=False)`, pass it
       `pmean(scaled_grads, axis_name)`.
-    - Under `shard_map`, JAX already sums the gradients of replicated parameters. So
-      differentiate the mean of the loss, `pmean(loss_fn(…), axis_name)`.
+    - Otherwise, under `shard_map`, JAX already sums the gradients of replicated
+      parameters. So differentiate the mean of the loss, `pmean(loss_fn(…), axis_name)`.
 
     Args:
       inner: any Optax transformation. To accumulate gradients, pass
@@ -286,9 +287,9 @@ def with_loss_scale(
           such as spikes of the gradient norm. These leave the loss scale as it was. The
           rule receives the global norm of the unscaled gradients that `mask` keeps, and
           the loss: `value`, or `loss`, as MaxText and Levanter call it. (`inner` then
-          receives this `loss` as `value`, too; without a rule, only as `loss`.) A norm
-          of 2**64 or more is infinite in float32. Such a step is skipped in the same
-          way, but does not count as skipped by the rule.
+          receives this `loss` as `value`, too; without a rule, only as `loss`.) A step
+          with a norm of 2**64 or more, infinite in float32, is skipped in the same way,
+          but does not count as skipped by the rule.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is ignored, and with a fixed loss scale or none *nothing is checked*: an
           overflow writes NaN into the parameters.
