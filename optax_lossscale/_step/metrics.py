@@ -96,7 +96,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 def _add_public_state(scalars: dict[str, jax.Array], parts: dict[str, Any]) -> None:
-    """Adds the public state fields of `parts` to `scalars`, except for the scale itself.
+    """Adds the public state fields of `parts` to `scalars`, except the scale itself.
 
     If the name of a field is in use, the field gets the name of its part in front.
     """
