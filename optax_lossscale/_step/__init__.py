@@ -1,8 +1,15 @@
 """The training step: scales the loss, checks the gradients and runs the optimizer.
 
-`value_and_scaled_grad` in `gradient.py` computes gradients of the loss times the loss
-scale, and `with_loss_scale` in `wrapper.py` wraps an Optax optimizer that accepts them.
-`step.py` is one step of that optimizer from start to end; it calls the other files.
+Each line of a step has its file::
+
+    gradient.py    scaled_grads = grad(loss * loss_scale)
+    inputs.py      grads = scaled_grads / loss_scale
+    decision.py    should_apply, loss_scale = decide(grads, loss_scale)
+    branch.py      if should_apply:
+    update.py          params, inner_state = update(grads, inner_state, params)
+
+`value_and_scaled_grad` is the first line. The others are the optimizer that
+`with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.
 `metrics.py`, `stuck.py` and `where_applied.py` read the state that a step returns.
 
 A few words have one meaning in all of these files. The *inner* optimizer is the one

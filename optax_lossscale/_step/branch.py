@@ -79,7 +79,7 @@ def apply_or_skip(
     def by_select(flag, scaled, state):
         unscaled = scaled.unscaled_by(state.loss_scale)
         if skips_nonfinite:
-            # `inner` also runs at a skipped step, and should see no NaN there.
+            # `inner` also runs at a skipped step, and must not receive a NaN there.
             unscaled = unscaled.with_zeros_for_nonfinite()
         results = run_inner(unscaled, state.inner_state)
         select = partial(lax.select, flag)

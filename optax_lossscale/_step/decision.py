@@ -6,10 +6,10 @@ A step is applied if all of these hold:
 2. The loss scale's `update` allows it. By default, `update` makes the same check.
 3. The true loss is finite, if it was passed to the step (unless `skip=None`).
 4. With a skip rule, the gradient norm is finite in float32, that is, below 2**64, and
-   the rule does not judge the step to be a spike.
+   the rule accepts the step.
 
-Each of the first three may be left unchecked, so their results are `Flag`s. The rule is
-asked last.
+Each of the first three may be turned off. Its result is then Python's True instead of a
+bool array (the type `Flag`), and costs nothing. The rule decides last.
 
 All replicas must decide alike, or their parameters would diverge. So with an
 `axis_name`, everything that the decision depends on is first reduced over that axis:
@@ -40,7 +40,7 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
-# A bool array of shape (), or Python's True if nothing was checked
+# A bool array of shape (), or Python's True if nothing was checked.
 Flag: TypeAlias = jax.Array | Literal[True]
 
 
@@ -77,9 +77,9 @@ def decide_step(
     scale_adapts = loss_finite
     rule = state.skip_rule
     if rule is not None:
-        rule, should_apply = _ask_rule(rule, norm, value, passed, axis_name)
-        skipped_though_passed = passed & ~should_apply
-        scale_adapts = loss_finite & ~skipped_though_passed
+        rule, should_apply = _run_rule(rule, norm, value, passed, axis_name)
+        # A step that passed the other checks, but is skipped here, leaves it unchanged.
+        scale_adapts = loss_finite & (should_apply | ~passed)
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
     new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
@@ -125,11 +125,11 @@ def _adapt(
 
 
 def _inherits_update(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `LossScale.update`, a check followed by `adjust`."""
+    """Whether a loss scale inherits `LossScale.update`, a check and then `adjust`."""
     return type(loss_scale).update is LossScale.update
 
 
-def _ask_rule(
+def _run_rule(
     rule: SkipRule,
     norm: jax.Array,
     value: jax.Array | None,
@@ -138,10 +138,10 @@ def _ask_rule(
 ) -> tuple[SkipRule, jax.Array]:
     """Returns the next skip rule, and whether to apply the step.
 
-    `passed` is whether the step passed all other checks. The rule is asked at every
-    step, which is cheaper than a branch. If the step failed a check, or if its norm or
-    loss is not finite, then the rule's answer and its new state are discarded, except
-    that its `gradient_norm` becomes infinite.
+    `passed` is whether the step passed all other checks. The rule runs at every step,
+    which is cheaper than a branch. If the step failed a check, or if its norm or loss
+    is not finite, the rule's decision and its new state are discarded, except that its
+    `gradient_norm` becomes infinite.
     """
     may_apply = passed & jnp.isfinite(norm)
     if value is not None:

@@ -52,6 +52,9 @@ _REMEDY_FOR_SEVERAL = (
 def get(identifier: LossScaleLike) -> LossScale:
     """Returns the loss scale for an identifier: a word, a number or a config.
 
+    `with_loss_scale` and other functions call it on their argument `loss_scale`. So a
+    program can read that argument from a config file, as a word, a number or a dict.
+
     Args:
       identifier: one of the following:
 
@@ -114,6 +117,9 @@ def get(identifier: LossScaleLike) -> LossScale:
 def get_loss_scale(state: Any) -> LossScale:
     """Returns the one loss scale in an optimizer state, however deeply nested.
 
+    Use it to read the current scale, `get_loss_scale(state)()`, or to unscale gradients
+    that you log, `get_loss_scale(state).unscale(scaled_grads)`.
+
     Args:
       state: a state of the transformation that `with_loss_scale` returns, or anything
         that contains such a state: the state of an `optax.chain`, a train state, or an
@@ -170,7 +176,7 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # The number does not say how the scale adapts, but callers only scale by it.
+        # Callers only multiply by this scale, so it does not matter how it would adapt.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)
@@ -181,7 +187,7 @@ def resolve(loss_scale: Any) -> LossScale:
 
 
 def _is_identifier(x: Any) -> bool:
-    """Whether this is something for `get`: None, a config, or anything but a tree.
+    """Whether this is an identifier for `get`: None, a config, or a leaf, not a tree.
 
     A state may also be a dict, so a config is recognized by its keys.
     """

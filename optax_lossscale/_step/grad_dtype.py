@@ -18,8 +18,8 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 
 # A dtype; a tree of dtypes, with None for leaves that are not cast; or a function that
-# accepts the differentiated argument and returns a dtype or a tree. Type checkers only
-# know the usual containers here; for a tree with other nodes, use a function.
+# accepts the differentiated argument and returns a dtype or a tree. Type checkers
+# accept only these containers; for a tree with other nodes, pass a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -74,7 +74,7 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether `x` is None. In a tree of dtypes, None is a leaf, not an empty subtree."""
+    """Whether `x` is None: in a tree of dtypes, it is a leaf, not an empty subtree."""
     return x is None
 
 

@@ -36,12 +36,18 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Use it in a loss function that other code differentiates, such as
     `nnx.value_and_grad`, `eqx.filter_value_and_grad`, or a trainer that calls
-    `jax.grad` itself: let the function return `scale_gradient(loss, loss_scale)`. The
-    gradients are then scaled, as `with_loss_scale` expects them; in forward mode, the
+    `jax.grad` itself. In Flax NNX, with an `nnx.Optimizer` around `with_loss_scale`::
+
+        def loss_fn(model):
+            loss = jnp.mean((model(x) - y) ** 2)
+            return ols.scale_gradient(loss, optimizer)
+
+        loss, scaled_grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, scaled_grads, value=loss)
+
+    The gradients are scaled, as `with_loss_scale` expects them; in forward mode, the
     tangent is scaled. Under `diagnose`, which tries its own loss scales, the gradient
     is not scaled.
-
-    Source: `optax.scale_gradient`, with a loss scale as the factor.
 
     Args:
       loss: a real floating-point scalar.
@@ -63,6 +69,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
         infinite in float16.
+
+    Source: `optax.scale_gradient`, with a loss scale as the factor.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -110,7 +118,10 @@ def value_and_scaled_grad(
 
     The loss is multiplied by the loss scale before it is differentiated, so that small
     gradients do not underflow in float16. Call this inside the training step, with the
-    current state: a function made before the loop would keep the first loss scale.
+    current state, because a function made before the loop would keep the first scale::
+
+        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
@@ -119,9 +130,10 @@ def value_and_scaled_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
       grad_dtype: the dtype of the gradients. Wider floats in the differentiated
-        arguments are cast to it before `fun` is called. Matrix products do not get
-        narrower by this alone, because each operation computes in the widest dtype
-        among its inputs: pass `autocast(fun)` for 16-bit products. One of:
+        arguments are cast to it before `fun` is called. This alone does not make
+        matrix products narrow: JAX promotes the parameters to float32 where the other
+        operand, such as the batch, is float32. For 16-bit products, pass
+        `autocast(fun)`. One of:
 
         - A dtype, such as `jnp.float16`, which halves the memory of float32 gradients.
         - A tree of dtypes, with `None` for no cast. It may be a prefix of the
@@ -235,7 +247,7 @@ def _check_no_modules(tree: Any) -> None:
             f"{type(modules[0]).__name__} is an nnx.Module, whose batch statistics and "
             "random streams jax.grad would lose. Use nnx.value_and_grad on a loss "
             "function that returns scale_gradient(loss, optimizer). Or take the "
-            "parameters out: graphdef, params, rest = nnx.split(model, nnx.Param, "
-            "...). Then differentiate a function of params that calls "
-            "nnx.merge(graphdef, params, rest)"
+            "parameters out, and differentiate a function of them:\n"
+            "    graphdef, params, rest = nnx.split(model, nnx.Param, ...)\n"
+            "    loss_fn = lambda params: loss(nnx.merge(graphdef, params, rest))"
         )

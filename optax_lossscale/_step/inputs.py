@@ -38,12 +38,19 @@ from optax_lossscale._step.missing_gradients import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step, after validation."""
+    """The inputs of a step, after validation.
 
-    grads: Any  # scaled or unscaled, with zeros where a gradient is missing
-    params: Any  # None if the caller passed no parameters
-    value: jax.Array | None  # the true loss, shape ()
-    # For each leaf of `grads`, whether the mask keeps it; None without a mask
+    Attributes:
+      grads: the gradients, scaled or unscaled, with zeros where one is missing.
+      params: the parameters, or None if the caller passed none.
+      value: the true loss, shape (), or None if the caller passed none.
+      kept: for each leaf of `grads`, whether the mask keeps it; None without a mask.
+      missing: which gradients were missing.
+    """
+
+    grads: Any
+    params: Any
+    value: jax.Array | None
     kept: tuple[bool, ...] | None = dataclasses.field(metadata={"static": True})
     missing: MissingGradients = dataclasses.field(metadata={"static": True})
 
@@ -65,7 +72,7 @@ class StepInputs:
         return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
-        """Returns a copy with zeros in place of NaN and infinities, also in the loss."""
+        """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
         # Whether a number is replaced depends on that number alone, and not on the
         # check of all of them. So a norm that `inner` computes for a clip need not wait
         # for the check, and XLA can compute both in the same pass.
@@ -116,10 +123,10 @@ def check_arrays(name: str, tree: Any) -> None:
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at "
                 f"{path_name(path)}, which is not an array. Take the arrays out of the "
-                "model. In Equinox: params, static = "
-                "eqx.partition(model, eqx.is_inexact_array). Differentiate a "
-                "function of params that calls eqx.combine(params, static). Or use "
-                "eqx.filter_value_and_grad on a function that returns "
+                "model, and differentiate a function of them. In Equinox:\n"
+                "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+                "    loss_fn = lambda params: loss(eqx.combine(params, static))\n"
+                "Or use eqx.filter_value_and_grad on a function that returns "
                 "scale_gradient(loss, state)"
             )
 

@@ -19,11 +19,13 @@ from optax_lossscale._arrays.validation import is_real
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 
-_INFINITE_IN_FLOAT16 = 65520  # from here on, numbers round to infinity, not to 65504
+# The largest float16 number is 65504. The next one would be 65536, and halfway between
+# the two, at 65520, numbers begin to round to infinity.
+_INFINITE_IN_FLOAT16 = 65520
 
 
 def loss_of(returned: Any, has_aux: bool) -> Any:
-    """Returns the loss, given what a loss function returned: `loss` or `(loss, aux)`."""
+    """Returns the loss in what a loss function returned: `loss` or `(loss, aux)`."""
     if not has_aux:
         return returned
     if not (isinstance(returned, tuple) and len(returned) == 2):

@@ -18,8 +18,8 @@ from optax_lossscale._arrays.messages import refuse
 from optax_lossscale._arrays.validation import is_function
 
 # A bool; a tree of bools; or a function that accepts the gradients and returns a bool
-# or a tree. Type checkers only know the usual containers here; for a tree with other
-# nodes, use a function.
+# or a tree. Type checkers accept only these containers; for a tree with other nodes,
+# pass a function.
 Mask: TypeAlias = (
     bool
     | np.bool_

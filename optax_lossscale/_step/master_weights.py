@@ -34,6 +34,9 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
+    Use it if the parameters themselves are float16 or bfloat16. You do not need it for
+    float32 parameters, even if the model computes in 16 bits, as under `autocast`.
+
     Most updates are smaller than half the distance from a parameter to the next 16-bit
     number, so adding them to the parameter would change nothing. Therefore the state
     stores a *remainder*, which is what a 16-bit parameter lacks to be a float32 number.
@@ -44,34 +47,27 @@ def with_master_weights(
         new_params, remainder = split(weights + inner's updates)
         updates = new_params - params
 
-    For bfloat16 parameters, `remainder` is the 16 further bits of each float32 number.
-    It takes half the memory of a float32 copy, and each step recovers the float32
-    numbers bit for bit, except for those that round to zero or to infinity. A parameter
-    may differ in its last place from what `astype` would give: ties are rounded away
-    from zero, because with ties to even, 16 bits would not be enough. For float16
+    For bfloat16 parameters, `remainder` is the low 16 bits of each float32 number. It
+    takes half the memory of a float32 copy, and each step recovers the float32 numbers
+    bit for bit, except for those that round to zero or to infinity. A parameter may
+    differ in its last place from what `astype` would give: ties are rounded away from
+    zero, because with ties to even, 16 bits would not be enough. For float16
     parameters, whose range is smaller, `remainder` is a float32 copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
     difference.
 
     A program may change its parameters between steps. A float16 parameter that is no
-    longer the rounded copy replaces the copy; a bfloat16 parameter keeps its 16 further
-    bits.
+    longer the rounded copy replaces the copy; a bfloat16 parameter keeps its low bits.
 
     *It must come last.* A transformation after it would change its updates, and so the
     rounded parameters. Pass it the whole optimizer,
     `with_loss_scale(with_master_weights(optax.chain(…)))`. If one of Optax's
     transformations comes after it, the `init` of `with_loss_scale` around it raises an
     error, and so does `value_and_scaled_grad` of such a state. But if one of your own
-    changes its updates, that may go undetected, and the further bits are lost at each
-    step. `testing.assert_scale_invariant` detects it for float16 parameters, but not
-    for bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
+    changes its updates, that may go undetected, and the low bits are lost at each step.
+    `testing.assert_scale_invariant` detects it for float16 parameters, but not for
+    bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
     parameters.
-
-    Source: Micikevicius et al., "Mixed Precision Training"
-    (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
-    DeepSpeed. The 16 further bits are the "split SGD" of Kalamkar et al., "Optimizing
-    Deep Learning Recommender Systems' Training On CPU Cluster Architectures"
-    (https://arxiv.org/abs/2005.04680).
 
     Args:
       inner: any Optax transformation. It receives gradients and parameters in float32
@@ -88,8 +84,16 @@ def with_master_weights(
       TypeError: if `inner` is not a gradient transformation; in `update`, if the state
         is not a state of this transformation.
       ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
-        or if the state was made for other shapes or dtypes. (Float32 parameters are
-        accepted in place of 16-bit ones, because `with_loss_scale` converts them.)
+        if the gradients do not have the structure of the parameters, if the state was
+        made for other shapes or dtypes, or if it holds the state of an optimizer of
+        16-bit parameters. (Float32 parameters are accepted in place of 16-bit ones,
+        because `with_loss_scale` converts them.)
+
+    Source: Micikevicius et al., "Mixed Precision Training"
+    (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
+    DeepSpeed. The low 16 bits are the "split SGD" of Kalamkar et al., "Optimizing
+    Deep Learning Recommender Systems' Training On CPU Cluster Architectures"
+    (https://arxiv.org/abs/2005.04680).
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of the smallest
@@ -147,9 +151,10 @@ def _check_arguments(state: Any, params: Any) -> None:
             "the state of with_master_weights must be the MasterWeightsState that its "
             f"init or its last step returned, got a {type(state).__name__}. To begin "
             "with master weights in a run that had none, restore the optimizer's "
-            "state into that of init: "
-            "state._replace(inner_state=optax.tree.cast_like(restored, "
-            "state.inner_state))"
+            "state into that of init:\n"
+            "    state = tx.init(params)\n"
+            "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
+            "    state = state._replace(inner_state=inner_state)"
         )
     if params is None:
         raise ValueError(
@@ -159,7 +164,13 @@ def _check_arguments(state: Any, params: Any) -> None:
 
 
 class _UpdateAndRemainder(NamedTuple):
-    """The result of a step for one parameter."""
+    """The results of a step for one parameter.
+
+    Attributes:
+      update: what to add to the parameter; float32 or wider, of the parameter's shape.
+      remainder: the new remainder, in the shape and dtype of the old one, or
+        `optax.MaskedNode()` for a parameter in float32 or wider.
+    """
 
     update: Any
     remainder: Any

@@ -30,9 +30,10 @@ class MasterWeightsState(NamedTuple):
     Attributes:
       master_weights: the remainders, a tree like the parameters: what each 16-bit
         parameter lacks to be the float32 number that is trained. To get the float32
-        numbers, call `weights`. For a bfloat16 parameter, the remainder is the 16
-        further bits of that number, a uint16 array. For a float16 parameter, it is the
-        float32 number itself. For every other parameter, it is `optax.MaskedNode()`.
+        numbers, call `weights`. For a bfloat16 parameter, the remainder is a uint16
+        array of its shape: the low 16 bits of the number, plus 0x8000 that the rounding
+        adds. For a float16 parameter, it is the float32 number itself. For every other
+        parameter, it is `optax.MaskedNode()`.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -43,14 +44,17 @@ class MasterWeightsState(NamedTuple):
     def weights(self, params: Any) -> Any:
         """Returns the float32 numbers that are trained, for evaluation and export.
 
+        With `tx = with_loss_scale(with_master_weights(inner))`, they are
+        `state.inner_state.weights(params)`.
+
         Args:
           params: the parameters that belong to this state.
 
         Returns:
           A tree like `params`, with the float32 numbers in place of 16-bit parameters.
-          If a parameter was changed after the last step, its new value counts. For
-          float16, it is returned exactly. To a bfloat16 value, the old further bits are
-          added, which change it by at most half of its last place.
+          If you changed a parameter after the last step, a new float16 value is
+          returned exactly. To a new bfloat16 value, the old low bits are added, which
+          change it by at most half a unit in its last place.
         """
 
         def weight(param, remainder):

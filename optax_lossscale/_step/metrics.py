@@ -21,7 +21,10 @@ from optax_lossscale._step.state import loss_scale_state_or_none
 def metrics(state: Any) -> dict[str, jax.Array]:
     """Returns the state of loss scaling as a flat dict of scalars to log.
 
-    It also works under `jit`.
+    Call it in the compiled step or on the state that the step returns. With a
+    `DynamicLossScale`, a few skipped steps are normal, because the scale grows until
+    gradients overflow. If steps are skipped again and again, look for the cause with
+    `diagnose`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
@@ -93,7 +96,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 def _add_public_state(scalars: dict[str, jax.Array], parts: dict[str, Any]) -> None:
-    """Adds the public state fields of `parts` to `scalars`, except for the scale itself.
+    """Adds the public state fields of `parts` to `scalars`, except the scale itself.
 
     If the name of a field is in use, the field gets the name of its part in front.
     """

@@ -1,12 +1,12 @@
 """Leaves parameters without a gradient unchanged.
 
-A gradient is missing if it is None, or a float0 array, which is JAX's gradient of an
-integer. The inner optimizer expects a gradient for every parameter, so `fill_missing`
-puts zeros in place of missing ones. But an optimizer with weight decay or momentum may
-move a parameter even if its gradient is zero. So `MissingGradients` remembers which
-gradients were missing. After the inner update, the updates of their parameters are
-dropped (`map_updates`), and their slots in the inner state, such as Adam's moments, are
-restored (`keep_slots`).
+A gradient is missing if it is None, which freezes its parameter, or a float0 array,
+which is JAX's gradient of an integer. The inner optimizer expects a gradient for every
+parameter, so `fill_missing` puts zeros in place of missing ones. But an optimizer with
+weight decay or momentum may move a parameter even if its gradient is zero. So
+`MissingGradients` records which gradients were missing. After the inner update, the
+updates of their parameters are dropped (`map_updates`), and their slots in the inner
+state, such as Adam's moments, are restored (`keep_slots`).
 """
 
 import dataclasses
@@ -24,9 +24,13 @@ from optax_lossscale._arrays.precision import at_least_float32
 
 @dataclasses.dataclass(frozen=True)
 class MissingGradients:
-    """The paths in a gradient tree at which gradients are missing."""
+    """The places in a gradient tree at which gradients are missing.
 
-    paths: frozenset[Any]  # of leaves, and of whole branches
+    Attributes:
+      paths: the paths of missing leaves, and of whole branches that are None.
+    """
+
+    paths: frozenset[Any]
 
     def __contains__(self, path: Any) -> bool:
         """Whether the gradient at a path is missing, alone or with a whole branch."""
@@ -104,7 +108,7 @@ def fill_missing(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
 
 
 def differentiated_params(params: Any) -> Any:
-    """Returns the parameters that have gradients: for `optax.lookahead`, the fast ones."""
+    """Returns the parameters with gradients: for `optax.lookahead`, the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 

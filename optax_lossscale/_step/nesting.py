@@ -1,4 +1,4 @@
-"""Rejects combinations of Optax transformations that would silently do harm.
+"""Rejects combinations of Optax transformations that would silently train wrongly.
 
 Two kinds are rejected:
 
@@ -6,8 +6,8 @@ Two kinds are rejected:
   `optax.MultiSteps(with_loss_scale(…), 4)` would sum scaled gradients.
 - A transformation that changes the updates of `with_master_weights`.
 
-Other combinations can do harm, too, but are allowed. Before `with_loss_scale` in a
-chain, a transformation that sums gradients keeps the NaN of an overflow. After it, a
+Other combinations may also train wrongly, but are allowed. Before `with_loss_scale` in
+a chain, a transformation that sums gradients keeps the NaN of an overflow. After it, a
 transformation may move parameters at a skipped step.
 
 An optimizer is a pair of functions, which do not show what it consists of. But its
@@ -62,10 +62,7 @@ def name_in_optax(state: Any) -> str | None:
 
 
 def check_wrappers_are_inside(state: Any) -> None:
-    """Raises a `ValueError` if a wrapper is around `with_loss_scale` that belongs inside.
-
-    Such wrappers are listed in `_BELONG_INSIDE`.
-    """
+    """Raises if a `_BELONG_INSIDE` wrapper is around `with_loss_scale`."""
     states_around = find_nodes(_is_around, state)
     if states_around:
         name, harm = _BELONG_INSIDE[type(states_around[0]).__name__]

@@ -29,6 +29,10 @@ from optax_lossscale._skips.rule import SkipRule
 class LossScaleState(NamedTuple):
     """The state of `with_loss_scale`.
 
+    Save it in checkpoints as it is. To log it, call `metrics`, and to read the loss
+    scale, `get_loss_scale`: both also find it inside the state of an `optax.chain`, a
+    train state or an `nnx.Optimizer`.
+
     Attributes:
       loss_scale: the `LossScale`, with its counters.
       inner_state: the state of the wrapped optimizer.
@@ -73,7 +77,7 @@ def loss_scale_state_or_none(state: Any) -> LossScaleState | None:
 
 
 def check_state(state: Any) -> None:
-    """Raises unless `state` is a `LossScaleState` of one model, as a step returns it."""
+    """Raises unless this is the `LossScaleState` of one model, as a step returns it."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or "
@@ -92,7 +96,7 @@ def check_state(state: Any) -> None:
 
 
 def check_no_stack(scalar: Any) -> None:
-    """Raises a `ValueError` if a scalar of a state has axes, as in a stack of states."""
+    """Raises a `ValueError` if a scalar has axes, as it has in a stack of states."""
     shape = np.shape(scalar)
     if shape:
         raise ValueError(
@@ -113,13 +117,14 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
             f"the state's {name.replace('_', ' ')} has another configuration than this "
             f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
             f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
-            "what tx.init(params) returns. To go on with this configuration, keep the "
-            f"rest of the state: state._replace({name}=tx.init(params).{name})"
+            "what tx.init(params) returns. To go on with this transformation's "
+            "configuration, and keep the rest of the state:\n"
+            f"  state = state._replace({name}=tx.init(params).{name})"
         )
 
 
 def _shown_config(x: Any) -> Any:
-    """Returns what to show of a loss scale, of a rule, or of anything in their place."""
+    """Returns what an error shows of a loss scale, a rule, or anything else."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
@@ -145,7 +150,9 @@ def check_inner_dtypes(
             raise ValueError(
                 f"the inner state holds {dtype} where it needs {initial_dtype}, at "
                 f"{path_name(path)}. It comes from an optimizer of 16-bit parameters, "
-                "and small numbers would underflow in it. Cast it once: state = "
-                "tx.init(params), then state._replace(inner_state=optax.tree.cast_like("
-                "restored, state.inner_state))"
+                "and small numbers would underflow in it. Cast it once, with "
+                "optax.tree.cast_like:\n"
+                "    state = tx.init(params)\n"
+                "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
+                "    state = state._replace(inner_state=inner_state)"
             )

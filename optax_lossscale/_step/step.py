@@ -6,8 +6,8 @@
 2. The gradients are divided by the loss scale in the state, the same one that the loss
    was multiplied by.
 3. `decide_step` checks whether the gradients and the loss are finite on all replicas,
-   and asks the skip rule, if there is one. It returns whether to apply the step, and
-   the state with an adapted loss scale.
+   and then runs the skip rule, if there is one. It returns whether to apply the step,
+   and the state with an adapted loss scale.
 4. `apply_or_skip` runs the inner optimizer on the unscaled gradients, or keeps the
    parameters and the inner state as they were.
 """
@@ -44,10 +44,18 @@ from optax_lossscale._step.update import InnerUpdate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """The step of `with_loss_scale`, with the arguments of that function as fields.
+    """The step of the optimizer that `with_loss_scale` returns.
 
-    An instance is the `update` of the transformation. A closure would do for that, but
-    `apply_gradients` needs the method `step` as well.
+    An instance is the `update` of that optimizer. A closure would do for this, but
+    `apply_gradients` also calls the method `step`.
+
+    Attributes:
+      inner: the wrapped optimizer.
+      loss_scale: the loss scale before the first step.
+      axis_name: the axis or axes over which replicas decide together.
+      mask: which gradients are unscaled and checked; None for all.
+      branch: how a step is skipped; None for the platform's default.
+      skip: which steps are skipped, besides those that the loss scale skips.
     """
 
     inner: optax.GradientTransformation
@@ -59,13 +67,14 @@ class ScaledStep:
 
     @property
     def rule(self) -> SkipRule | None:
-        """The skip rule that decides about finite steps, in its initial state."""
+        """The skip rule in its initial state, or None if `skip` is not a rule."""
         return self.skip if isinstance(self.skip, SkipRule) else None
 
     def init(self, params: Any) -> LossScaleState:
         """Returns the state before the first step.
 
-        It is made for parameters in float32 or wider, whatever their own dtype is.
+        The inner state has float32 or wider numbers even for 16-bit parameters. In
+        float16, small ones such as Adam's second moments would underflow.
         """
         inputs.check_arrays("params", params)
         return LossScaleState(
@@ -83,8 +92,8 @@ class ScaledStep:
         inner_state = self.inner.init(jax.tree.map(param_for_inner, params))
         if loss_scale_states_in(inner_state):
             raise ValueError(
-                "a part of inner is wrapped in with_loss_scale already, and would see "
-                "its gradients divided by the loss scale twice. Wrap the whole "
+                "a part of inner is wrapped in with_loss_scale already, so its "
+                "gradients would be divided by the loss scale twice. Wrap the whole "
                 "optimizer, once"
             )
         check_master_weights_are_last(inner_state)
@@ -92,7 +101,7 @@ class ScaledStep:
         return jax.tree.map(strongly_typed, inner_state)
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
-        """Takes one step as the transformation's `update`; returns `(updates, state)`."""
+        """Takes one step, as the `update` of Optax does; returns `(updates, state)`."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
 
     def step(
@@ -111,8 +120,8 @@ class ScaledStep:
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
-            # MaxText and Levanter pass the loss under this name. Without a rule it is
-            # not looked at, because it may then be anything.
+            # MaxText and Levanter pass the loss under this name. Without a rule, it is
+            # not read, because it may be something else.
             value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)
@@ -130,7 +139,7 @@ class ScaledStep:
         return params_or_updates, new_state._replace(inner_state=inner_state)
 
     def _check_state(self, state: Any, params: Any) -> None:
-        """Raises unless the state belongs to this transformation and these parameters."""
+        """Raises unless the state fits this transformation and these parameters."""
         check_state(state)
         check_configuration("loss_scale", state.loss_scale, self.loss_scale)
         check_configuration("skip_rule", state.skip_rule, self.rule)

@@ -16,7 +16,7 @@ from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import LossScaleState, loss_scale_state_or_none
 
 _NOT_FINITE = "gradients or losses were not finite"
-_NOT_JUDGED = f"gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
+_NOT_FINITE_OR_HUGE = f"gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
 _DIAGNOSE = (
     "A skipped step has left the parameters as they were: "
     "run print(ols.diagnose(loss_fn, params, batch))"
@@ -33,14 +33,22 @@ _RESTART_RULE = (
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: the scale is exhausted, or too many steps were skipped."""
+    """Training cannot go on: the scale is exhausted, or too many steps were skipped.
+
+    `raise_if_stuck` raises it.
+    """
 
 
 def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     """Raises an error on the host if loss scaling has nothing left to try.
 
-    It waits for the device. Skipped steps leave the parameters as they were, so you can
-    examine afterwards what went wrong: `print(diagnose(loss_fn, params, batch))`.
+    Call it between two steps, but not after each, because it waits for the device::
+
+        if step % 100 == 0:
+            ols.raise_if_stuck(state)
+
+    Skipped steps leave the parameters as they were, so you can examine afterwards what
+    went wrong: `print(ols.diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
@@ -103,6 +111,9 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
     """Explains why too many steps were skipped; returns None if they were not."""
     rule = state.skip_rule
+    # Since such a debt was last 0, the rule has skipped over `max_skips` steps, and 1
+    # more for each 20 that were applied. That is over 1 in 20 of all these steps, or if
+    # more than 380 * max_skips were applied, over 1 in 21.
     if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_skips:
         return (
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
@@ -113,7 +124,7 @@ def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
     scale = f"; the loss scale is {state.loss_scale():g}"
     if rule is None:
         return _NOT_FINITE + scale
-    reason = _NOT_JUDGED + scale
+    reason = _NOT_FINITE_OR_HUGE + scale
     if rule.skipped_by_rule:
         reason += f". Or {type(rule).__name__} skipped the steps"
     return f"{reason}. {_last_step(rule)}"
@@ -123,7 +134,7 @@ def _last_step(rule: SkipRule) -> str:
     """Describes the gradients of the last step, whether or not the rule skipped it."""
     if np.isfinite(rule.gradient_norm):
         return f"At the last step, gradients had a norm of {rule.gradient_norm:g}"
-    return f"At the last step, {_NOT_JUDGED}"
+    return f"At the last step, {_NOT_FINITE_OR_HUGE}"
 
 
 def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> None:

@@ -38,11 +38,17 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """The inner optimizer's update in one step, with its extra arguments."""
+    """The inner optimizer's update in one step, with its extra arguments.
+
+    Attributes:
+      inner: the inner optimizer.
+      extra_args: the caller's keyword arguments, passed on to the inner update.
+      to_params: whether to return new parameters instead of updates.
+    """
 
     inner: optax.GradientTransformation
-    extra_args: Mapping[str, Any]  # passed on to the inner update
-    to_params: bool  # whether to return new parameters instead of updates
+    extra_args: Mapping[str, Any]
+    to_params: bool
 
     def apply(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
         """Runs the update; returns new parameters or updates, and the new inner state.

@@ -29,14 +29,18 @@ def where_applied(state: Any, new: T, old: T) -> T:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
     Use it for every value that a skipped step should not change: for batch statistics,
-    in which a NaN would stay forever, or for an average of the parameters. Skipping
-    itself protects only the parameters and the optimizer's state.
+    in which a NaN would stay forever, or for an average of the parameters::
+
+        params, state = tx.apply_gradients(scaled_grads, state, params)
+        batch_stats = ols.where_applied(state, new_batch_stats, batch_stats)
+
+    Skipping itself protects only the parameters and the optimizer's state.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it, or a
         train state or `nnx.Optimizer` that holds it.
-      new: any pytree that the step computed. Leaves that are not arrays are returned
-        unchanged.
+      new: any pytree that the step computed. Its leaves that are not arrays are
+        returned as they are, even after a skipped step.
       old: the values before the step, a tree of the same structure, with arrays in the
         same places.
 
@@ -111,6 +115,7 @@ def _check_fits(old: jax.Array, new: jax.Array, name: str) -> None:
         fits = jnp.result_type(old, new) == old.dtype
     if not fits:
         raise TypeError(
-            f"new has {new.dtype} where old has {old.dtype}, at {name}, which does not "
-            f"hold all of its numbers. Make old {new.dtype} from the start"
+            f"new has {new.dtype} where old has {old.dtype}, at {name}. It would be "
+            f"cast to {old.dtype}, which does not hold all of its numbers. Make old "
+            f"{new.dtype} from the start"
         )

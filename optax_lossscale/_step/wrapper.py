@@ -45,10 +45,11 @@ class _Update(Protocol):
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optimizer for scaled gradients, as `with_loss_scale` returns it.
+    """An optimizer for scaled gradients, which `with_loss_scale` returns.
 
-    Like every Optax transformation, it is a pair of `init` and `update`. It has two
-    more methods.
+    Like every Optax transformation, it is a pair of `init` and `update`. Two more
+    methods take a whole step: `minimize`, if you have a loss function, and
+    `apply_gradients`, if you have scaled gradients.
 
     Attributes:
       init: `init(params)` returns a `LossScaleState`.
@@ -71,11 +72,15 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """Takes one optimizer step, from scaled gradients to new parameters.
 
-        It does the same as `update` followed by `optax.apply_updates`, but inside the
-        branch that applies or skips the step. On CPU, XLA can then fuse all of it, and
-        writes neither the unscaled gradients nor the updates to memory. An
-        `optax.chain` around the wrapper does not have this method: call `update` and
-        `optax.apply_updates` instead.
+        It does the same as these two lines, but inside the branch that applies or skips
+        the step::
+
+            updates, state = tx.update(scaled_grads, state, params, value=loss)
+            params = optax.apply_updates(params, updates)
+
+        On CPU, XLA can then fuse all of it, and writes neither the unscaled gradients
+        nor the updates to memory. An `optax.chain` around the wrapper does not have
+        this method: write the two lines there.
 
         Args:
           scaled_grads: the gradients of the scaled loss, a tree like `params`. Where a
@@ -105,12 +110,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which "
-                "was replaced: instead, call updates, state = tx.update(scaled_grads, "
-                "state, params), then optax.apply_updates(params, updates)"
+                "was replaced: instead, call update and optax.apply_updates:\n"
+                "    updates, state = tx.update(scaled_grads, state, params)\n"
+                "    params = optax.apply_updates(params, updates)"
             )
         if params is None:
             raise ValueError(
-                "apply_gradients needs the parameters: gradients, state, params"
+                "apply_gradients needs the parameters: "
+                "tx.apply_gradients(scaled_grads, state, params)"
             )
         return self.update.step(
             scaled_grads, state, params, value, extra_args, to_params=True
@@ -132,7 +139,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
         `apply_gradients` with the loss as `value`. So if the loss is not finite, the
-        step is skipped (unless `skip=None`).
+        step is skipped (unless `skip=None`). If your step needs the gradients itself,
+        as it does for a `pmean` under `pmap`, call these two instead.
 
         Args:
           loss_fn: is called as `loss_fn(params, *args, **kwargs)`, and returns the
@@ -154,9 +162,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: if `loss_fn` is not a function, or has an argument `has_aux`,
-            `grad_dtype` or `extra_args`, which it would not receive.
-          TypeError: if `state` is not a `LossScaleState`, or if `extra_args` contains a
-            `value`.
+            `grad_dtype` or `extra_args`, which it would not receive; if `state` is not
+            a `LossScaleState`; or if `extra_args` contains a `value`.
           TypeError, ValueError: as `value_and_scaled_grad` and `apply_gradients` do.
 
         Example:
@@ -200,11 +207,11 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
     raise TypeError(
         "the order of the arguments is minimize(loss_fn, state, params, …), got "
         f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
-        "loss that it returned; the state is the one that tx.init(params) or the last "
-        "step returned, not the optimizer or train state around it. With an "
-        "nnx.Optimizer around it, do not call minimize: let the loss function return "
-        "scale_gradient(loss, optimizer), and call optimizer.update(model, "
-        "scaled_grads, value=loss)"
+        "loss that it returned. state is the one that tx.init(params) or the last step "
+        "returned, not the optimizer or train state around it.\n"
+        "With an nnx.Optimizer around it, let the loss function return "
+        "scale_gradient(loss, optimizer), and instead of minimize call "
+        "optimizer.update(model, scaled_grads, value=loss)"
     )
 
 
@@ -219,14 +226,23 @@ def with_loss_scale(
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it accepts the gradients of a scaled loss.
 
-    Each step divides the gradients by the loss scale and checks that they are finite.
-    It then runs `inner` to update the parameters, or skips the step, and adapts the
-    loss scale.
+    By default, each step computes the following::
+
+        grads = scaled_grads / loss_scale  # in float32
+        finite = all_finite(grads)
+        if finite:
+            updates, inner_state = inner.update(grads, inner_state, params)
+        else:
+            updates = zeros
+        loss_scale = loss_scale.adjust(finite)
+
+    The scaled gradients come from `value_and_scaled_grad`, or from a loss function that
+    returns `scale_gradient(loss, state)`. The method `minimize` computes them itself.
 
     `inner` receives unscaled gradients, parameters and state in float32 or wider. Pass
     it the whole optimizer: `with_loss_scale(optax.chain(clip, optimizer))`. In a chain
-    around the wrapper, a transformation before it would receive scaled gradients; if it
-    sums them, as `optax.trace` does, it keeps the NaN of an overflow for good. A
+    around the wrapper, a transformation before it would receive scaled gradients; one
+    that sums them, such as `optax.trace`, would keep the NaN of an overflow for good. A
     transformation after it may move the parameters even at a skipped step, as weight
     decay and `optax.ema` do.
 
@@ -239,10 +255,12 @@ def with_loss_scale(
     *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one of
     them are not finite. A skip rule uses their largest norm and their mean loss. If
     replicas decided independently, a collective inside `inner` would deadlock under
-    `branch="cond"`. The wrapper does not reduce the gradients: use `pmean`. Under
-    `shard_map`, JAX already sums the gradients of replicated parameters, so take the
-    mean of the loss instead, `pmean(loss_fn(…), axis_name)`. But with
-    `check_vma=False`, nothing is summed: reduce the gradients, as under `pmap`.
+    `branch="cond"`. The wrapper does not reduce the gradients. Do it before the step:
+
+    - Under `pmap`, and under `shard_map(…, check_vma=False)`, pass it
+      `pmean(scaled_grads, axis_name)`.
+    - Otherwise, under `shard_map`, JAX already sums the gradients of replicated
+      parameters. So differentiate the mean of the loss, `pmean(loss_fn(…), axis_name)`.
 
     Args:
       inner: any Optax transformation. To accumulate gradients, pass
@@ -256,23 +274,22 @@ def with_loss_scale(
         unscaled nor checked. Exclude leaves that are not gradients but new values of
         their parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
-      branch: how a step is skipped. `"cond"` uses a `lax.cond`, and `"select"` a select
-        in each kernel that computes a result. None chooses `"cond"` on CPU, and
-        `"select"` on GPU and TPU, where compiled programs show copies after a
+      branch: how a step is skipped. `"cond"` uses a `lax.cond`. `"select"` computes
+        every result, and selects between new and old values. None chooses `"cond"` on
+        CPU, and `"select"` on GPU and TPU, where compiled programs show copies after a
         conditional (not timed). Outside `jit`, `"cond"` and None branch in Python.
       skip: which steps to skip:
 
         - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not
           finite, if it is passed to the step as `value`. This does not depend on the
           loss scale.
-        - A rule from `skips`: the same steps, and finite steps that the rule judges to
-          be spikes. The rule receives the global norm of the unscaled gradients that
-          `mask` keeps, and the loss, passed as `value` or, as in MaxText and Levanter,
-          as `loss`. (`inner` then receives this loss as `value`, too. Without a rule,
-          it receives it as `loss` only.) A spike does not change the loss scale, just
-          as if the step had not been taken. A step whose norm is 2**64 or more,
-          infinite in float32, is skipped in the same way, but does not count as skipped
-          by the rule.
+        - A rule from `skips`: the same steps, and finite steps that the rule rejects,
+          such as spikes of the gradient norm. These leave the loss scale as it was. The
+          rule receives the global norm of the unscaled gradients that `mask` keeps, and
+          the loss: `value`, or `loss`, as MaxText and Levanter call it. (`inner` then
+          receives this `loss` as `value`, too; without a rule, only as `loss`.) A step
+          with a norm of 2**64 or more, infinite in float32, is skipped in the same way,
+          but does not count as skipped by the rule.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is ignored, and with a fixed loss scale or none *nothing is checked*: an
           overflow writes NaN into the parameters.

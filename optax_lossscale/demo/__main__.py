@@ -24,14 +24,15 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
-LAST_STEPS = 40  # how many steps the printed loss is averaged over
+# The printed loss is the mean over this many steps.
+LAST_STEPS = 40
 HEADER = f"""\
 | run | loss of last {LAST_STEPS} steps | skipped | last scale |
 | --- | ---: | ---: | ---: |"""
 
 
 def loss_in_float32(params, tokens):
-    """Computes one micro-batch's term of the mean loss: its own loss divided by 1024."""
+    """Computes one micro-batch's term of the mean loss: its loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 

@@ -11,7 +11,7 @@ BATCH = 16
 
 
 def read():
-    """Reads the standard library's top-level modules into one array of bytes, as uint8."""
+    """Reads the standard library's top-level modules into one array of bytes; uint8."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)
