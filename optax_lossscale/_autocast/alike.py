@@ -1,9 +1,9 @@
 """Finds islands that are alike, so that JAX traces one function for all of them.
 
 The layers of a model often contain the same island, and JAX is slow to trace the
-derivatives of `jax.checkpoint`. So islands that are alike get the same key, and `run`
-makes one function for each key. The variables differ from layer to layer, so a key
-refers to a value by its position in the island. If an island reads `h` and computes
+derivatives of `jax.checkpoint`. So islands that are alike get the same cache key, and
+`run` makes one function for each key. The variables differ from layer to layer, so a
+key refers to a value by its position in the island. If an island reads `h` and computes
 `exp(h) * 2`, its key records that `exp` reads value 0, and that `mul` reads value 1 and
 the literal.
 """

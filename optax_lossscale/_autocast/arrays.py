@@ -32,15 +32,20 @@ Rebuild = Callable[[Iterable[Any]], Any]
 
 
 class Call(NamedTuple):
-    """A traced call of a function, with the arrays in its arguments."""
+    """A traced call of a function, with the arrays in its arguments.
 
-    # A closed jaxpr. It maps `arrays` to the arrays that the call changed in Flax NNX
-    # objects, followed by the arrays that it returned.
+    Attributes:
+      program: maps `arrays` to the arrays that the call changed in Flax NNX objects,
+        followed by the arrays that it returned.
+      arrays: the arrays in the arguments, in their own dtypes.
+      is_parameter: whether each of the `arrays` is a parameter.
+      to_result: converts results of the program to what the call returns, and writes
+        the changed arrays into the caller's Flax NNX objects.
+    """
+
     program: ClosedJaxpr
     arrays: list[Any]
-    is_parameter: list[bool]  # one flag for each of the `arrays`
-    # Converts results of the program to what the call returns, and writes the changed
-    # arrays into the caller's Flax NNX objects
+    is_parameter: list[bool]
     to_result: Rebuild
 
 
@@ -84,7 +89,7 @@ def as_program(
 def _of_arrays(
     fun: Callable[..., Any], arrays: Iterable[Any], rebuild_inputs: Rebuild
 ) -> Callable[..., tuple[Partial, Partial]]:
-    """Makes `fun` a function that JAX can trace, of arrays in place of objects.
+    """Wraps `fun` as a function of arrays alone, which JAX can trace.
 
     The function returns two `Partial`s, one for the changed NNX objects and one for the
     results. A `Partial` is a pytree: JAX traces its arrays, and its treedef carries the
@@ -111,8 +116,8 @@ def _of_arrays(
         returned, rebuild_results = _split(results, {})
         return Partial(rebuild_objects, changed), Partial(rebuild_results, returned)
 
-    # JAX shows the function's name in messages. A callable without code, such as a
-    # partial, would appear there as its repr, which can be long.
+    # JAX shows a function by its name in messages, and a callable without code, such as
+    # a partial, by its repr, which can be long.
     if hasattr(inspect.unwrap(fun), "__code__"):
         return functools.wraps(fun)(fun_of_arrays)
     return fun_of_arrays
@@ -143,8 +148,10 @@ def _as_traced(x: Any, low: np.dtype | None) -> Any:
 def _split(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
     """Splits a tree into its arrays and the rebuild function.
 
-    `unchanged` maps ids to arrays. An array of the tree whose id is among them is not
-    returned: the rebuild function holds the array from `unchanged` instead.
+    Args:
+      tree: the tree.
+      unchanged: arrays by id. An array of the tree whose id is among them is not
+        returned: the rebuild function holds the array from `unchanged` instead.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = []
@@ -169,7 +176,7 @@ def _split(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Rebuild]
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
-    """Whether each array in the arguments is a parameter.
+    """Returns, for each array in the arguments, whether it is a parameter.
 
     An array in a Flax NNX variable is a parameter if the variable is an `nnx.Param`.
     Any other array is a parameter if `positions` contains its argument's position.

@@ -22,9 +22,9 @@ Result = TypeVar("Result")
 def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     """Caches the results of a function of a program and other hashable arguments.
 
-    The function must be pure. A function that calls `users_line` is not quite pure, as
-    the lines depend on the current directory and on the imported frameworks; the cache
-    keeps the lines of the first call.
+    The function must be pure. The one exception is `users_line`, whose result depends
+    on the current directory and on the imported frameworks: the cache keeps the lines
+    of the first call.
 
     A result is freed together with its program. It may refer to parts of the program,
     but not to the program itself: the cache would then keep the program alive forever.
