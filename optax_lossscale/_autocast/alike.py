@@ -15,7 +15,6 @@ from jax.extend.core import Literal
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region
 from optax_lossscale._programs.keys import hashable_or_id, key_of, key_of_literal
-from optax_lossscale._programs.walk import producers_in
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
@@ -23,7 +22,7 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
 
     Profiles and errors show the lines, so islands from different lines are not alike.
     """
-    computed = producers_in([step.eqn for step in island.steps])
+    computed = [v for step in island.steps for v in step.eqn.outvars]
     values = [*island.reads, *computed]
     positions = {v: n for n, v in enumerate(values)}
 

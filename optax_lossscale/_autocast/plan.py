@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from optax_lossscale._autocast.classify import Kind, Kinds, kinds_inside, kinds_of
+from optax_lossscale._autocast.classify import Kinds, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import is_rewritten
 from optax_lossscale._autocast.region import Region, Step
@@ -60,7 +60,7 @@ class Plan:
 
 
 def plan_for(
-    jaxpr: AnyJaxpr, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
+    jaxpr: AnyJaxpr, args: Sequence[Any], kinds: Kinds, casting: Casting
 ) -> Plan:
     """Makes the plan for a program that was traced in float32.
 

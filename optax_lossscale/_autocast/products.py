@@ -45,8 +45,8 @@ from optax_lossscale._programs.walk import (
 )
 from optax_lossscale._programs.work import (
     asks_for_highest,
+    count_terms,
     is_product,
-    multiplies_once,
 )
 
 # The `jax.named_scope` in which `autocast` runs programs
@@ -74,7 +74,7 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
         return False
     if eqn.params.get("out_sharding") is not None:
         return False
-    return multiplies_once(eqn) and _may_change(eqn)
+    return count_terms(eqn) == 1 and _may_change(eqn)
 
 
 def _may_change(eqn: JaxprEqn) -> bool:

@@ -179,11 +179,9 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
     """Computes a product in 16 bits, from operands that are in 16 bits already."""
-    params = dict(eqn.params)
-    params["precision"] = None
-    params["preferred_element_type"] = dtype_in(operands[0])
-    narrowed = eqn.replace(params=params)
-    return bind(narrowed, operands)
+    low = dtype_in(operands[0])
+    params = {**eqn.params, "precision": None, "preferred_element_type": low}
+    return bind(eqn.replace(params=params), operands)
 
 
 def _run_with_rule(step: Step, narrowed: Function, operands: Arrays) -> list[Any]:
@@ -237,9 +235,8 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
         arrays = jax.tree.leaves(args)
         kinds = [Kind.FLOAT32] * len(arrays)
         plan = plan_for(jaxpr, arrays, kinds, casting)
-        shapes, treedef = jax.tree.flatten(result_shapes)
         results = run(plan, arrays)
-        cast_results = astypes(results, dtypes_in(shapes))
-        return jax.tree.unflatten(treedef, cast_results)
+        treedef = jax.tree.structure(result_shapes)
+        return jax.tree.unflatten(treedef, results)
 
     return rewritten

@@ -31,7 +31,7 @@ def is_product(eqn: JaxprEqn) -> bool:
     An inner product is not, whether it returns a single number, or one for each index
     of a batch.
     """
-    if Trait.PRODUCT not in traits(eqn) or multiplies_once(eqn):
+    if Trait.PRODUCT not in traits(eqn) or count_terms(eqn) == 1:
         return False
     if Trait.OUTER not in traits(eqn):
         return True
@@ -56,11 +56,6 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 @cached_by_program
 def _is_cheap_program(program: AnyJaxpr) -> bool:
     return all(map(is_cheap, open_jaxpr(program).eqns))
-
-
-def multiplies_once(eqn: JaxprEqn) -> bool:
-    """Whether each result of a product is one number times another, with no sum."""
-    return count_terms(eqn) == 1
 
 
 def asks_for_highest(eqn: JaxprEqn) -> bool:
