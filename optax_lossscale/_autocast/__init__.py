@@ -15,16 +15,17 @@ traced program, and runs it by that plan, which can be printed:
     gives 4:f32
 
 Each line between the first and the last is a *region*: equations that run as one unit.
-A region reads values, and *stores* those that later regions read or the program
-returns. Most regions are of two kinds:
+In a region, an equation is called a *step*, and it casts its operands to the dtypes
+that the plan chooses. A region reads values, and *stores* those that later regions read
+or the program returns. Most regions are of two kinds:
 
 - A *product*, which is a matrix product or a convolution that sums. If it is
   *narrowed*, it reads and stores 16 bits. The code calls this dtype *low*, and a cast
   to it *rounding*.
-- An *island*: cheap equations between two products, or after the last one, such as a
-  compiler fuses. It computes in float32, and rounds what the next product reads. Its
-  residuals are the values that it reads, and a few reductions. The backward pass
-  recomputes all other values: here it recomputes `exp` from the result of the product.
+- An *island*: cheap equations between two products, or after the last one, which a
+  compiler can fuse. It computes in float32, and rounds what the next product reads.
+  Only the values that it reads, and a few reductions, are *kept* for the backward pass,
+  as residuals. All others are recomputed: here `exp`, from the result of the product.
 
 Outside products, two kinds of operations stay in 16 bits: those that only move the
 numbers of a product's result, or sum them over devices, and the sums of a residual
@@ -60,6 +61,6 @@ The other files are small parts. `arrays` turns a call into a program, with the 
 finds islands that can share one trace, `outer` computes outer products, and `shown`
 prints plans. `autocast` and `cast_inputs` hold the public functions.
 
-To find out why a value is stored in a dtype, print the plan, and begin with
+To find out why a value has the dtype that the plan shows, begin with
 `facts.stored_dtype`, which states the rule.
 """

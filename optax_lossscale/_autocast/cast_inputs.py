@@ -1,9 +1,10 @@
 """`cast_inputs`: calls a kernel that needs 16 bits from a model in float32.
 
-While `autocast` traces a model, the context variable `AUTOCAST_DTYPE` holds the dtype
-of its products. A function wrapped by `cast_inputs` reads this dtype at each call. If
-it is float16, the function casts its float32 arguments to float16, and its float16
-results back to float32. Outside `autocast` it is None, and the function casts nothing.
+While `autocast` traces a model, `AUTOCAST_DTYPE`, a user context of JAX, holds the
+dtype of its products. A function wrapped by `cast_inputs` reads this dtype at each
+call. If it is float16, the function casts its float32 arguments to float16, and its
+float16 results back to float32. Outside `autocast` it is None, and the function casts
+nothing.
 """
 
 import functools

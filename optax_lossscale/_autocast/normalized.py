@@ -18,7 +18,7 @@ In order, their roles are:
     x * _            "normalized"
 
 If the mean of the source was subtracted first, the roles are *centred*: a centred power
-is the variance of `x`.
+is the variance of `x`. To recognize another formula, add its steps to `_RULES`.
 
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have

@@ -144,10 +144,10 @@ def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
     An outcome is None if the product is narrowed, and otherwise the reason why it is
     not. `usual` is the `usual_precision`, an argument because results are cached.
     """
-    distinct = {}
+    outcomes = []
     for eqn in open_jaxpr(program).eqns:
-        distinct.update(dict.fromkeys(_outcomes_of(eqn, usual)))
-    return tuple(distinct)
+        outcomes += _outcomes_of(eqn, usual)
+    return tuple(dict.fromkeys(outcomes))
 
 
 def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:

@@ -1,5 +1,9 @@
 """Regions: lists of equations that run as one, with what they cast, read and store.
 
+For `exp(x @ w) @ w`, the region between the two products reads the result of `x @ w` in
+16 bits, its step `exp` casts it to float32, and the region stores the result of `exp`
+in 16 bits.
+
 `region_of_island` and `region_of_equation` build a region from its equations and the
 values that later regions read. They decide two things.
 
@@ -145,8 +149,8 @@ def region_of_equation(
 def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
     """Adds to `needed` that some reader needs the value `v` in `dtype`.
 
-    If the readers of a value need different dtypes, the value is stored in the dtype
-    that `facts` has for it, and each reader casts it.
+    If the readers of a value need different dtypes, `needed` has the dtype that `facts`
+    has for the value, and each reader casts it.
     """
     if needed.setdefault(v, dtype) != dtype:
         needed[v] = facts.dtypes[v]

@@ -178,7 +178,10 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
-    """Computes a product in 16 bits, from operands that are in 16 bits already."""
+    """Computes a product in 16 bits, from operands that are in 16 bits already.
+
+    The precision of the equation was meant for float32 operands, so it is dropped.
+    """
     low = dtype_in(operands[0])
     params = {**eqn.params, "precision": None, "preferred_element_type": low}
     return bind(eqn.replace(params=params), operands)

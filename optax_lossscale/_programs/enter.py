@@ -9,6 +9,8 @@ runs the body with its products in 16 bits.
 A function may return other dtypes than its program, with two restrictions. The
 functions of a `cond` must all return the same dtypes. A loop's carry has the dtypes of
 the operands that it starts from, and what a function returns for it is cast to them.
+
+To run another operation in this way, give it a trait, and add a function to `_ENTER`.
 """
 
 import functools

@@ -2,7 +2,8 @@
 
 JAX stores a traceback with each equation. The user's line is its innermost frame that
 is neither in JAX nor in a framework. For `nn.Dense(3)(x)` in line 12 of `model.py`,
-that is `model.py:12 (f)`, and not the line of `Dense` that multiplies.
+that is `model.py:12 (f)`, and not the line of `Dense` that multiplies. The frameworks
+are listed as `LIBRARIES` in `_arrays/messages.py`.
 """
 
 import os

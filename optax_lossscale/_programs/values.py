@@ -57,7 +57,10 @@ def is_narrow_dtype(dtype: Any) -> bool:
 
 
 def astype(x: Any, dtype: Any) -> Any:
-    """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
+    """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None.
+
+    A token has no dtype, and None stands for the dtype in which `x` is stored.
+    """
     old_dtype = dtype_in(x)
     # `None` is tested by identity, because `np.dtype("float64") == None` is True.
     if dtype is None or old_dtype is None or old_dtype == dtype:

@@ -70,9 +70,10 @@ def name_of(eqn: JaxprEqn) -> str:
 
 
 def scopes_of(eqn: JaxprEqn) -> list[str]:
-    """Returns the names of the `jax.named_scope`s around an equation, outermost first.
+    """Returns the names of the scopes around an equation, outermost first.
 
-    JAX also stores transformations, such as `jvp`, among the scopes; they are left out.
+    They are those of `jax.named_scope`. JAX stores transformations, such as `jvp`, in
+    the same stack; these are left out.
     """
     entries = eqn.source_info.name_stack.stack
     return [entry.name for entry in entries if type(entry).__name__ == "Scope"]

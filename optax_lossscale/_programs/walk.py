@@ -99,7 +99,7 @@ def carry_positions(eqn: JaxprEqn) -> range:
 
 
 def producers_in(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """Maps each result to its producer: the equation that computes it. In order."""
+    """Returns each result with its producer, the equation that computes it, in order."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
