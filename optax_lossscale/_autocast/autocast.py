@@ -115,10 +115,10 @@ def autocast(
         module, every array counts.
 
     Returns:
-      A function of the same arguments. It treats an argument in `dtype` as float32: its
-      results have the dtypes that `fun` returns for float32. Its attribute `plan` is
-      another function of the same arguments, which returns a printable plan: what would
-      run in which dtype, at which line.
+      A function of the same arguments. It treats an argument in `dtype` as float32, so
+      its results have the dtypes that `fun` returns for float32. Its attribute `plan`
+      is another function of the same arguments, which returns a printable plan: what
+      would run in which dtype, at which line.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.

@@ -103,7 +103,7 @@ _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 def role_of(
     eqn: JaxprEqn, are_factors: Sequence[bool], roles: Mapping[Var, Role]
 ) -> Role | None:
-    """Returns the role of an equation's result; None if it has none or several.
+    """Returns the role of an equation's result; None without one, or of several.
 
     Args:
       eqn: the equation.
