@@ -141,7 +141,7 @@ def join(kinds: Iterable[Kind]) -> Kind:
 
 
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """Returns the kind of all results where `classify` has no other case."""
+    """Returns the kind of all results of an ordinary operation, by its traits."""
     eqn_traits = traits(eqn)
     if Trait.CASTS in eqn_traits:
         source = eqn.invars[0]
