@@ -94,7 +94,7 @@ def custom_vjp(
 
 
 def _instantiate(cotangent: Any) -> Any:
-    """Converts a symbolic zero to an array of zeros."""
+    """Converts a cotangent to an array of zeros if it is a symbolic zero."""
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, dtype_in(cotangent))
     return cotangent

@@ -182,8 +182,11 @@ def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
 
     The precision of the equation was meant for float32 operands, so it is dropped.
     """
-    low = dtype_in(operands[0])
-    params = {**eqn.params, "precision": None, "preferred_element_type": low}
+    params = {
+        **eqn.params,
+        "precision": None,
+        "preferred_element_type": dtype_in(operands[0]),
+    }
     return bind(eqn.replace(params=params), operands)
 
 

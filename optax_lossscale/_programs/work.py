@@ -31,7 +31,9 @@ def is_product(eqn: JaxprEqn) -> bool:
     An inner product is not, whether it returns a single number, or one for each index
     of a batch.
     """
-    if Trait.PRODUCT not in traits(eqn) or count_terms(eqn) == 1:
+    if Trait.PRODUCT not in traits(eqn):
+        return False
+    if count_terms(eqn) == 1:  # it sums nothing
         return False
     if Trait.OUTER not in traits(eqn):
         return True
