@@ -1,68 +1,66 @@
 """Runs any function with its matrix products in 16 bits, and most else in float32.
 
-`autocast` traces the function in float32, plans how to run the traced program, and runs
-it by that plan. The plan is a list of *regions*. For `jnp.sum(jnp.exp(x @ w))` there
-are two:
+`autocast` is a small compiler. It traces the function in float32, plans how to run the
+traced program, and runs it by that plan, which can be printed:
 
-- The product reads `x` and `w` in 16 bits, and stores its result in 16 bits.
-- An *island* reads this result, computes `exp` and the sum in float32, and stores the
-  sum in float32.
+    >>> import jax.numpy as jnp
+    >>> import optax_lossscale as ols
+    >>> def f(x, w):
+    ...     return jnp.sum(jnp.exp(x @ w))
+    >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    >>> print(ols.autocast(f).plan(x, w))  # doctest: +ELLIPSIS
+    takes x:f32, w:f32
+    run: dot_general (x:f16, w:f16) -> 2:f16  # ... (f)
+    island: exp reduce_sum (2:f16) -> 4:f32  # ... (f)
+    gives 4:f32
 
-An island is made of the cheap operations between two products, or after the last one.
-It computes in float32 as one unit, and rounds the values that the next product reads to
-16 bits. The backward pass recomputes the island from the values that it reads: here it
-recomputes `exp` from the result of the product.
+Each line between the first and the last is a *region*: equations that run as one unit.
+In a region, an equation is called a *step*, and it casts its operands to the dtypes
+that the plan chooses. A region reads values, and *stores* those that later regions read
+or the program returns. Most regions are of two kinds:
+
+- A *product*, which is a matrix product or a convolution that sums. If it is
+  *narrowed*, it reads and stores 16 bits. The code calls this dtype *low*, and a cast
+  to it *rounding*.
+- An *island*: cheap equations between two products, or after the last one, which a
+  compiler can fuse. It computes in float32, and rounds what the next product reads.
+  Only the values that it reads, and a few reductions, are *kept* for the backward pass,
+  as residuals. All others are recomputed: here `exp`, from the result of the product.
 
 Outside products, two kinds of operations stay in 16 bits: those that only move the
-numbers of a product's result, or sum them over devices, and the sums of a *stream* (see
-below).
+numbers of a product's result, or sum them over devices, and the sums of a residual
+stream, to which one layer after another adds.
 
 Three passes make the plan. Each is a pure function in its own file:
 
-1. `classify` walks the program forward. It decides which values 16 bits can hold, from
-   how each value is computed. It uses `normalized` to recognize a value minus its mean,
-   or divided by its norm.
-2. `uses` walks the program backward. It finds the values that a later product depends
-   on, and those that are *live across* a product, which means that they are read after
-   it. `facts` combines both passes into the dtype in which each value is stored, if it
-   is stored at all.
-3. `store` walks backward over the parts into which `partition` divides the program:
-   islands, and equations between them. It decides what each island stores, and which
-   cheap equations an island repeats. `region` then builds each region. It decides what
-   a region reads and what each of its steps casts, and asks `recomputed` whether the
-   backward pass recomputes the region.
+1. `classify` analyses the program forward. It derives the *kind* of each value, which
+   decides whether 16 bits can hold it, from the value's producer and the kinds of the
+   operands. `normalized` recognizes a value minus its mean, or divided by its norm.
+2. `uses` analyses the program backward. It finds the values that a later product
+   depends on, and those that are *live across* a product, that is, read after it.
+   `facts` combines both passes into the dtype in which each value is stored, if it is.
+3. `store` walks backward over the islands and the equations between them, into which
+   `partition` divides the program. It decides what each island stores, and which cheap
+   equations an island *repeats* instead of reading their results. `region` then decides
+   what a region reads and casts, and `recomputed` whether the backward pass recomputes
+   it.
 
-`plan` applies `facts` and `store` to the program, and to each program inside it, such
-as the body of a loop or a branch. Every pass reads a program through `flat`, which
-inlines short calls. The body of a loop is classified again and again, until the kinds
-of its carry no longer change. `run` executes the plan. It uses `enter` to run an
-equation such as a `scan` with other programs inside, and `derivatives` to run a
-function with a custom derivative.
+`plan` applies these passes to the program, and to the programs in an equation such as a
+`scan` or a `cond`. Such an equation is *rewritten*, that is, it runs its programs by
+plans of their own, if nothing forbids it, and if they contain a product to narrow or an
+outer product to replace. A `custom_vjp` is rewritten whenever nothing forbids it: its
+rule, which is not traced yet, may contain either. The body of a loop is classified
+again and again, until the kinds of its carry no longer change. Every pass reads a
+program through `flat`, which inlines short calls.
+
+`run` executes the plan. It uses `enter` to run an equation with other programs inside,
+and `derivatives` to run a function with a custom derivative.
 
 The other files are small parts. `arrays` turns a call into a program, with the help of
 `nnx` for Flax NNX objects. `products` decides which products are narrowed. `alike`
 finds islands that can share one trace, `outer` computes outer products, and `shown`
 prints plans. `autocast` and `cast_inputs` hold the public functions.
 
-Terms:
-
-- An *equation* is one operation of the traced program, with its operands and results. A
-  *step* is an equation in a region, with the dtypes to which it casts its operands.
-- A *product* is a matrix product or a convolution that sums. It is *narrowed* if it
-  runs in 16 bits; the 16-bit dtype is called *low*. To *round* a value is to cast it to
-  this dtype.
-- An equation that holds programs is *rewritten* if it runs them by plans of their own.
-  It is if nothing forbids it, and if they contain a product to narrow or an outer
-  product to replace. A `custom_vjp` is whenever nothing forbids it: its rule, which is
-  not traced yet, may contain either.
-- A *region* is a list of steps that run as one: an island, a part of an island, or a
-  single step such as a product. An island depends on products, and computes in float32
-  except for moves, and for sums that are stored in 16 bits.
-- A value is *stored* if a later region reads it, or if the program returns it. Instead
-  of reading a value, a region may *repeat* the cheap step that computed it.
-- The values that an island reads are *kept* for the backward pass; JAX calls them
-  residuals. All other values in the island are *recomputed*, except for a few
-  reductions, which are kept too.
-- A *stream* is a sum to which layer after layer adds, such as the residual stream of a
-  transformer. It is stored in 16 bits from product to product.
+To find out why a value has the dtype that the plan shows, begin with
+`facts.stored_dtype`, which states the rule.
 """

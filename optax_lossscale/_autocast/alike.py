@@ -1,9 +1,9 @@
 """Finds islands that are alike, so that JAX traces one function for all of them.
 
 The layers of a model often contain the same island, and JAX is slow to trace the
-derivatives of `jax.checkpoint`. So islands that are alike get the same key, and `run`
-makes one function for each key. The variables differ from layer to layer, so a key
-refers to a value by its position in the island. If an island reads `h` and computes
+derivatives of `jax.checkpoint`. So islands that are alike get the same cache key, and
+`run` makes one function for each key. The variables differ from layer to layer, so a
+key refers to a value by its position in the island. If an island reads `h` and computes
 `exp(h) * 2`, its key records that `exp` reads value 0, and that `mul` reads value 1 and
 the literal.
 """
@@ -15,7 +15,6 @@ from jax.extend.core import Literal
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.region import Region
 from optax_lossscale._programs.keys import hashable_or_id, key_of, key_of_literal
-from optax_lossscale._programs.walk import producers_in
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
@@ -23,7 +22,7 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
 
     Profiles and errors show the lines, so islands from different lines are not alike.
     """
-    computed = producers_in([step.eqn for step in island.steps])
+    computed = [v for step in island.steps for v in step.eqn.outvars]
     values = [*island.reads, *computed]
     positions = {v: n for n, v in enumerate(values)}
 

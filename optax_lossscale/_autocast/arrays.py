@@ -1,13 +1,13 @@
 """Turns a call of any function into a program from arrays to arrays.
 
 The function may take and return pytrees, modules and anything else, and may change
-Flax NNX objects. A tree is split into its arrays and a *rebuild function*, which
+Flax NNX objects. A tree is flattened into its arrays and an *unflatten function*, which
 returns the tree with other arrays in their places. For `{"w": array, "name": "up"}`
 these are `[array]` and a function that puts one array under `"w"`.
 
 `as_program` traces a program. Its inputs are the arrays in the arguments; its results
 are the arrays that changed in NNX objects, followed by those that the function returns.
-`Call.to_result` rebuilds the changed objects and the function's results from them.
+`Call.to_result` writes the former into the objects, and returns the latter as a tree.
 """
 
 import contextlib
@@ -27,21 +27,26 @@ from optax_lossscale._arrays.variables import is_of_nnx, is_variable
 from optax_lossscale._autocast import nnx
 from optax_lossscale._programs.values import FLOAT32, astype
 
-Rebuild = Callable[[Iterable[Any]], Any]
-"""A rebuild function: returns a tree with the given arrays in it."""
+Unflatten = Callable[[Iterable[Any]], Any]
+"""An unflatten function: returns a tree with the given arrays in it."""
 
 
 class Call(NamedTuple):
-    """A traced call of a function, with the arrays in its arguments."""
+    """A traced call of a function, with the arrays in its arguments.
 
-    # A closed jaxpr. It maps `arrays` to the arrays that the call changed in Flax NNX
-    # objects, followed by the arrays that it returned.
+    Attributes:
+      program: maps `arrays` to the arrays that the call changed in Flax NNX objects,
+        followed by the arrays that it returned.
+      arrays: the arrays in the arguments, in their own dtypes.
+      is_parameter: whether each of the `arrays` is a parameter.
+      to_result: converts results of the program to what the call returns, and writes
+        the changed arrays into the caller's Flax NNX objects.
+    """
+
     program: ClosedJaxpr
     arrays: list[Any]
-    is_parameter: list[bool]  # one flag for each of the `arrays`
-    # Converts results of the program to what the call returns, and writes the changed
-    # arrays into the caller's Flax NNX objects
-    to_result: Rebuild
+    is_parameter: list[bool]
+    to_result: Unflatten
 
 
 @contextlib.contextmanager
@@ -66,8 +71,8 @@ def as_program(
     """
     with nnx.changes_kept():
         inputs = nnx.split((args, kwargs))
-        arrays, rebuild_inputs = _split(inputs, {})
-        fun_of_arrays = _of_arrays(fun, arrays, rebuild_inputs)
+        arrays, unflatten_inputs = _flatten(inputs, {})
+        fun_of_arrays = _of_arrays(fun, arrays, unflatten_inputs)
         as_traced = functools.partial(_as_traced, low=low)
         wide_args, wide_kwargs = jax.tree.map(as_traced, inputs)
         with AUTOCAST_DTYPE(low):
@@ -82,24 +87,24 @@ def as_program(
 
 
 def _of_arrays(
-    fun: Callable[..., Any], arrays: Iterable[Any], rebuild_inputs: Rebuild
+    fun: Callable[..., Any], arrays: Iterable[Any], unflatten_inputs: Unflatten
 ) -> Callable[..., tuple[Partial, Partial]]:
-    """Makes `fun` a function that JAX can trace, of arrays in place of objects.
+    """Wraps `fun` as a function of arrays alone, which JAX can trace.
 
     The function returns two `Partial`s, one for the changed NNX objects and one for the
     results. A `Partial` is a pytree: JAX traces its arrays, and its treedef carries the
-    rebuild function out of the trace.
+    unflatten function out of the trace.
 
     Args:
       fun: the function.
       arrays: the arrays in the arguments of the call.
-      rebuild_inputs: their rebuild function.
+      unflatten_inputs: the unflatten function of the arguments.
     """
 
     def fun_of_arrays(*traced_args, **traced_kwargs):
         tracers = jax.tree.leaves((traced_args, traced_kwargs))
-        rebuilt = rebuild_inputs(tracers)
-        args, kwargs = nnx.merge(rebuilt, inside=True)
+        split_inputs = unflatten_inputs(tracers)
+        args, kwargs = nnx.merge(split_inputs, inside=True)
         objects = nnx.objects((args, kwargs))
         outputs = fun(*args, **kwargs)
         split_objects, results = nnx.split((objects, outputs))
@@ -107,12 +112,12 @@ def _of_arrays(
         # of the program.
         tracer_ids = map(id, tracers)
         unchanged = dict(zip(tracer_ids, arrays, strict=True))
-        changed, rebuild_objects = _split(split_objects, unchanged)
-        returned, rebuild_results = _split(results, {})
-        return Partial(rebuild_objects, changed), Partial(rebuild_results, returned)
+        changed, unflatten_objects = _flatten(split_objects, unchanged)
+        returned, unflatten_results = _flatten(results, {})
+        return Partial(unflatten_objects, changed), Partial(unflatten_results, returned)
 
-    # JAX shows the function's name in messages. A callable without code, such as a
-    # partial, would appear there as its repr, which can be long.
+    # JAX shows a function by its name in messages, and a callable without code, such as
+    # a partial, by its repr, which can be long.
     if hasattr(inspect.unwrap(fun), "__code__"):
         return functools.wraps(fun)(fun_of_arrays)
     return fun_of_arrays
@@ -125,7 +130,7 @@ def _result(shapes: Any, program_results: Iterable[Any]) -> Any:
     """
     treedef = jax.tree.structure(shapes)
     partials = jax.tree.unflatten(treedef, program_results)
-    trees = [rebuild() for rebuild in partials]
+    trees = [partial() for partial in partials]
     _, results = nnx.merge(trees, inside=False)
     return results
 
@@ -140,11 +145,16 @@ def _as_traced(x: Any, low: np.dtype | None) -> Any:
     return x
 
 
-def _split(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
-    """Splits a tree into its arrays and the rebuild function.
+def _flatten(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Unflatten]:
+    """Flattens a tree into its arrays and the unflatten function.
 
-    `unchanged` maps ids to arrays. An array of the tree whose id is among them is not
-    returned: the rebuild function holds the array from `unchanged` instead.
+    Unlike `jax.tree.flatten`, it leaves what JAX cannot trace, such as a string, in the
+    tree.
+
+    Args:
+      tree: the tree.
+      unchanged: arrays by id. An array of the tree whose id is among them is not
+        returned: the unflatten function holds the array from `unchanged` instead.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = []
@@ -158,18 +168,18 @@ def _split(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Rebuild]
         else:
             static.append(unchanged.get(id(x), x))
 
-    def rebuild(new_arrays):
+    def unflatten(new_arrays):
         remaining = iter(new_arrays)
         filled = [next(remaining) if x is None else x for x in static]
         return jax.tree.unflatten(treedef, filled)
 
-    return arrays, rebuild
+    return arrays, unflatten
 
 
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
-    """Whether each array in the arguments is a parameter.
+    """Returns, for each array in the arguments, whether it is a parameter.
 
     An array in a Flax NNX variable is a parameter if the variable is an `nnx.Param`.
     Any other array is a parameter if `positions` contains its argument's position.

@@ -20,8 +20,7 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
-from optax_lossscale._programs.values import astypes, dtypes_in
-from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.values import astypes
 
 _MISSING: Any = object()
 """The default of `fun`. It is not None, so that `autocast(None)` is an error."""
@@ -61,38 +60,40 @@ def autocast(
     """Makes `fun` run products and convolutions in 16 bits, and most else in float32.
 
     A model with float32 parameters and inputs trains in float16 without a cast in the
-    model. Products read and return `dtype`. The operations between two products compute
-    in float32, and round their result for the second product. So exponentials,
-    logarithms, powers, reductions, norms, losses and quotients have the range and the
-    digits of float32, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A
-    product too large for `dtype` still overflows, which the loss scale detects.
+    model. Wrap the loss function, and call the result under `jit`: otherwise every call
+    traces and plans the function again. This works for training, evaluation and
+    derivatives of any order.
+
+    Products read and return `dtype`. The operations between two products compute in
+    float32, and round their result for the second product. So exponentials, logarithms,
+    powers, reductions, norms, losses and quotients have the range and the digits of
+    float32, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too
+    large for `dtype` still overflows, which the loss scale detects.
 
     Two other kinds of operations run in 16 bits. First, sums that are carried from
     product to product, such as the residual stream of a transformer, are added and
     stored in 16 bits. Second, operations that move the result of a product move 16
     bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
-    overflow. The backward pass recomputes the intermediates between two products
-    instead of keeping them. In ten models, compiled for an H100 and not run, all this
-    takes 0.57 to 1.05 times the memory of the model cast to float16 by hand: see
+    overflow.
+
+    The backward pass recomputes the intermediates between two products instead of
+    saving them. In ten models, compiled for an H100 and not run, `autocast` takes 0.57
+    to 1.05 times the memory of the model cast to float16 by hand: see
     `docs/benchmarks/autocast.md` in the repository.
 
-    A product with `precision=jax.lax.Precision.HIGHEST` (`HIGH` is not enough), or
-    under `jax.default_matmul_precision("highest")`, is left unchanged. So are all
-    values that are float64, bfloat16 or float16 in `fun` itself, and all code that no
-    jaxpr shows, such as the inside of a Pallas kernel. `dtype_report` tells which
+    To leave a product in float32, give it `precision=jax.lax.Precision.HIGHEST` (`HIGH`
+    is not enough), or compute it under `jax.default_matmul_precision("highest")`.
+    Values that are float64, bfloat16 or float16 in `fun` itself are left unchanged as
+    well, and so is all code that no jaxpr shows, such as the inside of a Pallas kernel:
+    if a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
     products run in which dtype.
 
-    `autocast` also runs the products inside `jit`, `scan`, `cond`, `jax.checkpoint`,
-    `shard_map`, `custom_vjp` and `custom_jvp` in 16 bits. It leaves the rule of a
-    `custom_jvp` unchanged if the function has no product. It changes a `while_loop`
-    only if the loop's condition depends on integers and booleans alone, and is one flag
-    instead of one for each example of a `vmap`. `autocast` works for training,
-    evaluation and derivatives of any order. Call it under `jit`: otherwise every call
-    traces and plans the function again.
-
-    Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
-    the operations that need float32. Here all operations between two products run in
-    float32, because a compiler fuses them.
+    Products inside `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, `custom_vjp`
+    and `custom_jvp` also run in 16 bits. The rule of a `custom_jvp` is left unchanged
+    if the function has no product. So is a `jit` inside `fun` that has shardings for
+    its arguments or results. A `while_loop` is changed only if its condition depends on
+    integers and booleans alone, and is one flag instead of one for each example of a
+    `vmap`.
 
     Args:
       fun: a function that JAX can trace. Its arguments may be arrays, trees and modules
@@ -100,28 +101,34 @@ def autocast(
         its arguments. Without `fun`, `autocast` is a decorator:
         `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters; `()` if none do. This
-        matters for sums: a product's result plus a parameter, such as a bias, is stored
-        in 16 bits between products, and a product's result plus any other float32
-        argument stays in float32. So list only parameters, with numbers of ordinary
-        size. If a listed argument held a mask of -1e9 or statistics of 1e5, their sums
-        would become infinite; a recurrent state, or weights that inner steps update,
-        would lose digits. Parameters that are passed by keyword do not count, nor do
-        those of shape (), such as a step size, or what they multiply. In Flax NNX, the
-        parameters are the `nnx.Param`s among the arguments, whatever `argnums` says. In
-        any other listed module, every array counts.
+      argnums: which positional arguments hold the parameters; `()` if none do. List
+        only parameters, with numbers of ordinary size. This matters for sums: a
+        product's result plus a parameter, such as a bias, is stored in 16 bits between
+        products, and a product's result plus any other float32 argument stays in
+        float32. If a listed argument held a mask of -1e9 or statistics of 1e5, their
+        sums would become infinite. If it held a recurrent state, or weights that inner
+        steps update, these would lose digits.
+
+        Parameters that are passed by keyword do not count, nor do those of shape (),
+        such as a step size, or what they multiply. In Flax NNX, the parameters are the
+        `nnx.Param`s among the arguments, whatever `argnums` says. In any other listed
+        module, every array counts.
 
     Returns:
-      A function of the same arguments. It treats an argument in `dtype` as float32: its
-      results have the dtypes that `fun` returns for float32. Its attribute `plan` is
-      another function of the same arguments, which returns a printable plan: what would
-      run in which dtype, at which line.
+      A function of the same arguments. It treats an argument in `dtype` as float32, so
+      its results have the dtypes that `fun` returns for float32. Its attribute `plan`
+      is another function of the same arguments, which returns a printable plan: what
+      would run in which dtype, at which line.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
         the result is called, if a number in `argnums` is out of range. Arguments passed
         by keyword count for the range, but are never treated as parameters.
+
+    Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
+    the operations that need float32. Here all operations between two products run in
+    float32, because a compiler fuses them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -170,8 +177,7 @@ def autocast(
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             arrays = list(map(jnp.asarray, results))
-            dtypes = dtypes_in(open_jaxpr(call.program).outvars)
-            return call.to_result(astypes(arrays, dtypes))
+            return call.to_result(astypes(arrays, plan.out_dtypes))
 
     def plan_of_call(*args, **kwargs):
         with planned(args, kwargs) as (_, plan):
@@ -190,9 +196,12 @@ def _parameters(
 ) -> set[int]:
     """Returns the positions of the arguments that hold parameters, counted from 0.
 
-    `argnums` is what the user passed, for the error message; `positions` holds the same
-    numbers as a sequence, in which those below 0 count from the last positional
-    argument.
+    Args:
+      argnums: what the user passed, for the error message.
+      positions: the same numbers as a sequence. Those below 0 count from the last
+        positional argument.
+      n_positional: the number of positional arguments of the call.
+      n_keyword: the number of its keyword arguments.
     """
     for n in positions:
         if not -n_positional <= n < n_positional + n_keyword:

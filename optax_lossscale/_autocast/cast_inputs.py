@@ -1,9 +1,10 @@
 """`cast_inputs`: calls a kernel that needs 16 bits from a model in float32.
 
-While `autocast` traces a model, `AUTOCAST_DTYPE` holds the dtype of its products. A
-function wrapped by `cast_inputs` reads this dtype at each call. If it is float16, the
-function casts its float32 arguments to float16, and its float16 results back to
-float32. Outside `autocast` it is None, and the function casts nothing.
+While `autocast` traces a model, `AUTOCAST_DTYPE`, a user context of JAX, holds the
+dtype of its products. A function wrapped by `cast_inputs` reads this dtype at each
+call. If it is float16, the function casts its float32 arguments to float16, and its
+float16 results back to float32. Outside `autocast` it is None, and the function casts
+nothing.
 """
 
 import functools
@@ -21,17 +22,16 @@ from optax_lossscale._programs.values import FLOAT32, astype, dtype_in
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that needs it.
 
-    While `autocast` traces a model, float32 arrays among the arguments of `fun` are
-    cast to `autocast`'s dtype, and results in that dtype are cast back to float32. In
-    any other context `fun` is called unchanged. With this, a model in float32 can call
-    cuDNN's attention or a Pallas kernel, which `autocast` cannot look into.
+    `autocast` cannot look into a kernel, such as one written in Pallas or cuDNN's
+    attention, and would pass it float32. Wrap it with `cast_inputs`: while `autocast`
+    traces a model, float32 arrays among the arguments of `fun` are cast to `autocast`'s
+    dtype, and results in that dtype are cast back to float32. In any other context
+    `fun` is called unchanged.
 
     A large negative bias becomes -inf in float16: pass the kernel a mask instead. If a
     function has a custom derivative, wrap that function and not the kernels in its
     rules. Flax NNX modules are allowed among the arguments, and variables that `fun`
     sets in them stay set.
-
-    Source: the argument `cast_inputs` of `torch.amp.custom_fwd`.
 
     Args:
       fun: a function of arrays, trees of arrays and anything else.
@@ -41,6 +41,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
       TypeError: if `fun` is not a function.
+
+    Source: the argument `cast_inputs` of `torch.amp.custom_fwd`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -67,8 +69,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         copies = find_nodes(is_variable, cast)
         leaves_before = [jax.tree.leaves(copy) for copy in copies]
         results = fun(*cast_args, **cast_kwargs)
-        # `fun` was given copies of the variables. If it has changed a copy, the
-        # variable is changed too.
+        # `fun` was given copies of the variables. What it has changed in a copy is
+        # written to the variable.
         triples = zip(variables, copies, leaves_before, strict=True)
         for variable, copy, leaves in triples:
             if _has_changed(copy, leaves):

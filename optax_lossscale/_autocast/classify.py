@@ -1,25 +1,18 @@
 """The first pass: the kind of each value, which decides whether 16 bits can hold it.
 
-The pass walks the program forward. The numbers of a value are unknown until the program
-runs, so its kind follows from the operation that computes it and the kinds of the
-operands:
+The numbers of a value are unknown until the program runs. So this is a dataflow
+analysis: it walks the program forward, and derives the kind of each value from the
+operation that computes it and the kinds of the operands. In `exp(tanh(x @ w + b))`,
+where `b` is a parameter, the four results are
 
-- PRODUCT is the result of a product, which is in 16 bits already.
-- SUM is a sum with a PRODUCT. A choice between a PRODUCT and another number, such as a
-  `relu` or a mask, is also a SUM. A SUM may be stored in 16 bits from product to
-  product, as in a model cast by hand.
-- NEAR is a value computed from these that has about their range. It stays in float32,
-  and is recomputed. The pass does not count multiplications: after nine multiplications
-  by 4, a factor of 2**18, the value is still NEAR. It assumes that all parameters have
-  about the size 1, because it cannot see their numbers.
-- FLOAT32 is any other value: it may have another range, or need more digits.
+    x @ w      PRODUCT   in 16 bits already
+    _ + b      SUM       may be stored in 16 bits from product to product
+    tanh(_)    NEAR      in float32; a sum with it may still be stored in 16 bits
+    exp(_)     FLOAT32   in float32, and so is a sum with it
 
-In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
-PRODUCT, SUM, NEAR and FLOAT32.
-
-An operation that only moves numbers, or chooses among its operands, returns the `join`
-of their kinds. For other operations, if some operand is a PRODUCT, SUM or NEAR, and
-none is FLOAT32:
+`Kind` defines the kinds. An operation that only moves numbers, or chooses among its
+operands, returns the `join` of their kinds. For other operations, if some operand is a
+PRODUCT, SUM or NEAR, and none is FLOAT32:
 
 - A sum is a SUM, except that NEAR plus a literal or a parameter stays NEAR.
 - A multiplication by a factor of about the size 1, a division by a literal, or a `tanh`
@@ -28,6 +21,10 @@ none is FLOAT32:
 A value minus its own mean, or divided by its own norm, is NEAR as well. `normalized`
 recognizes these. Worth it, in memory and bytes: a ResNet, and transformers with a norm
 after each sum.
+
+The pass makes two assumptions. All parameters have about the size 1, because it cannot
+see their numbers. And multiplications need no counting: after nine multiplications by
+4, a factor of 2**18, a value is still NEAR.
 """
 
 import enum
@@ -61,41 +58,40 @@ class Kind(enum.IntEnum):
     """What a value was computed from. Later kinds need more range, or more digits.
 
     The kinds up to LARGE are computed from literals, masks and parameters alone.
+
+    Attributes:
+      NUMBER: a literal of size 0 or from 1/256 to 4, a mask, or computed from these.
+      PARAMETER: a parameter, or a value computed from parameters and NUMBERs.
+      LARGE: a literal of a size from 4 to 256, or a value computed with one. It may be
+        a term of a sum, but not a factor.
+      PRODUCT: the result of a narrowed product, possibly moved: it is in 16 bits
+        already.
+      SUM: a sum with a PRODUCT, or a choice between a PRODUCT and another number, such
+        as a `relu` or a mask. It may be stored in 16 bits from product to product, as
+        in a model cast by hand.
+      NEAR: a value computed from the kinds above that has about their range. It stays
+        in float32, and is recomputed. The sum of a NEAR value and a SUM is a SUM.
+      FLOAT32: any other value: it may have another range, or need more digits.
     """
 
     NUMBER = enum.auto()
-    """A literal of size 0 or from 1/256 to 4, a mask, or computed from these."""
     PARAMETER = enum.auto()
-    """A parameter, or a value computed from parameters and NUMBERs."""
     LARGE = enum.auto()
-    """A literal of a size from 4 to 256, or a value computed with one.
-
-    It may be a term of a sum, but not a factor.
-    """
     PRODUCT = enum.auto()
-    """The result of a product, possibly moved: it is in 16 bits already."""
     SUM = enum.auto()
-    """A sum with a PRODUCT, or a choice between a PRODUCT and another number.
-
-    It may be stored in 16 bits from product to product.
-    """
     NEAR = enum.auto()
-    """A value computed from the kinds above that has about their range.
-
-    The sum of a NEAR value and a SUM is a SUM.
-    """
     FLOAT32 = enum.auto()
-    """Any other value: it may have another range, or need more digits."""
 
 
+# The kinds of several values, in order. Cached functions need them as a tuple.
 Kinds = Sequence[Kind]
-"""The kinds of several values, in order. Cached functions need them as a tuple."""
-
-_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # of about the size 1
+# The kinds of about the size 1, which a value may be multiplied by
+_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
 # A value of one of these kinds is NEAR once it is normalized
 _NORMALIZABLE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
 # A literal within these bounds, whatever its sign, can multiply, divide or be added to
-# a value, and the result has about the range of the value.
+# a value, and the result has about the range of the value. The bounds are choices. A
+# division by the smallest divisor is a multiplication by the largest factor.
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
 _SMALLEST_DIVISOR = 2**-2
@@ -145,7 +141,7 @@ def join(kinds: Iterable[Kind]) -> Kind:
 
 
 def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
-    """Returns the kind of all results where `classify` has no other case."""
+    """Returns the kind of all results of an ordinary operation, by its traits."""
     eqn_traits = traits(eqn)
     if Trait.CASTS in eqn_traits:
         source = eqn.invars[0]
@@ -207,7 +203,7 @@ def _kind_of_literal(literal: Literal) -> Kind:
     """Returns the kind of a literal, by its size.
 
     A LARGE literal may be a term but not a factor: two multiplications by 200 would
-    bring 2 beyond the range of float16.
+    bring 2 to 80,000, and the largest number of float16 is 65,504.
     """
     dtype = dtype_in(literal)
     if dtype != FLOAT32 and not jnp.issubdtype(dtype, jnp.integer):
@@ -226,14 +222,14 @@ def _kind_of_literal(literal: Literal) -> Kind:
 def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     """Returns the kinds that an equation's operands have in the programs that it holds.
 
-    They are the kinds that the operands have outside, except for the carry of a loop:
-    the kind of the carry has to hold in every iteration.
+    They are the kinds that the operands have outside, except for the carry of a loop,
+    whose kind has to hold in every iteration: it is the fixed point of the body.
     """
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
     carried = carry_positions(eqn)
-    # A scan over layers carries the stream from layer to layer, which would be a SUM
-    # without the scan as well. A scan over time steps, or a `while`, may carry a
+    # A scan over layers carries the residual stream from layer to layer, which would be
+    # a SUM without the scan as well. A scan over time steps, or a `while`, may carry a
     # running sum, which needs float32.
     for n in carried:
         is_stream = is_over_layers and operands[n] <= Kind.SUM
@@ -264,7 +260,8 @@ def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
 def _kinds_of_programs(eqn: JaxprEqn, inner: Kinds) -> list[Kinds]:
     """Returns the kinds of the results of each program in an equation.
 
-    `inner` has the kinds that the equation's operands have inside.
+    `inner` has the kinds that the equation's operands have inside, as `kinds_inside`
+    returns them.
     """
     arguments = tuple(inner[first_inner_operand(eqn) :])
     results = []

@@ -7,7 +7,8 @@ with the same results, up to rounding:
   `custom_vjp` calls it where no derivative is taken.
 - `original` casts the operands to the dtypes in which the equation was traced, runs the
   equation, and casts the results to the dtypes of the plan. The new rule differentiates
-  it. So JAX calls the user's rule, and casts tangents and cotangents.
+  it. So JAX calls the user's rule in the traced dtypes, and casts tangents and
+  cotangents.
 
 The products in the user's rule are narrowed as well: the new rule is passed through
 `rewrite`, which traces a function, plans the traced program, and runs the plan.
@@ -93,7 +94,7 @@ def custom_vjp(
 
 
 def _instantiate(cotangent: Any) -> Any:
-    """Converts a cotangent that JAX knows to be zero to an array of zeros."""
+    """Converts a cotangent to an array of zeros if it is a symbolic zero."""
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, dtype_in(cotangent))
     return cotangent

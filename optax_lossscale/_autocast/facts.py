@@ -2,8 +2,9 @@
 
 `classify` finds the kind of a value, and `uses` how the value is used later. Take
 `h = x @ w + b` and `y = h + jnp.tanh(h @ w)`, where `b` is a parameter. The kind of `h`
-is SUM, and its use is BOTH: the product `h @ w` depends on it, and it is read again
-after that product. So `h` is stored in 16 bits, by the rule in `stored_dtype`.
+is SUM, a sum with a product's result. Its use is BOTH: the product `h @ w` depends on
+it, and it is read again after that product. So `h` is stored in 16 bits, by the rule in
+`stored_dtype`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,24 +21,37 @@ from optax_lossscale._programs.versions import AnyJaxpr
 
 
 class Casting(NamedTuple):
-    """How a program is rewritten: to which dtype, and what its backward pass keeps."""
+    """The options of a rewrite: the 16-bit dtype, and what the backward pass saves.
 
-    low: np.dtype  # the dtype of narrowed products
-    # Whether the backward pass recomputes islands. False in the user's own
-    # `jax.checkpoint`, whose policy decides which residuals are kept.
+    Attributes:
+      low: the dtype of narrowed products.
+      recomputes: whether the backward pass recomputes islands. It is False in the
+        user's own `jax.checkpoint`, whose policy decides which residuals are saved.
+      keeps_reductions: whether some reductions are saved as residuals, for which they
+        get a name. It is False in a custom derivative: JAX may have to transpose it,
+        and a name has no transpose.
+      prevent_cse: the argument of `jax.checkpoint`.
+    """
+
+    low: np.dtype
     recomputes: bool = True
-    # Whether some reductions are kept, for which they get a name. False in a custom
-    # derivative: JAX may have to transpose it, and a name has no transpose.
     keeps_reductions: bool = True
-    prevent_cse: bool = True  # the argument of `jax.checkpoint`
+    prevent_cse: bool = True
 
 
 class Facts(NamedTuple):
-    """What the first two passes know about a program in the place where it runs."""
+    """The results of the first two passes, for a program in the place where it runs.
+
+    Attributes:
+      program: the program, with its short calls inlined.
+      kinds: the kind of each variable.
+      dtypes: the dtype in which each variable is stored, if it is stored.
+      uses: how each variable is used later.
+      casting: the options of the rewrite.
+    """
 
     program: Flat
     kinds: Mapping[Var, Kind]
-    # The dtype in which each value is stored, if it is stored
     dtypes: Mapping[Var, Any]
     uses: Mapping[Var, Use]
     casting: Casting
@@ -81,11 +95,12 @@ def facts_of(
 
 
 def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
-    """Returns the dtype in which to store a value of this kind and use, if it is.
+    """Returns the dtype in which to store a value of this kind and use.
 
     A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if a product depends on
-    it and it is live across one. Any other value has the dtype in which it was traced;
-    `store` may still round it, if only products read it.
+    it and it is live across one. Any other value has the dtype in which it was traced,
+    but `store` may still round it, if only products read it. `store` also decides
+    whether a value is stored at all.
 
     The rule depends on the use, and not on the program that holds the reader: a `scan`
     or `cond` around the reader does not change the dtype.

@@ -1,7 +1,8 @@
 """Carries Flax NNX objects, which a function may change in place, through a trace.
 
-A traced function must not change an object from outside the trace. So the objects
-among its arguments, such as modules, are taken apart and put together again twice:
+A traced function must not change an object from outside the trace: the object would
+hold tracers afterwards. So the objects among its arguments, such as modules, are split
+into arrays and merged again twice:
 
 1. Outside the trace, `split` turns the arguments into trees of arrays.
 2. Inside, `merge` builds new objects from the traced arrays, for the function to use.
@@ -27,7 +28,12 @@ _TAG = "optax_lossscale"  # the name by which NNX finds the objects of a call
 
 
 class _Split(NamedTuple):
-    """An NNX object, split into a static graph and a tree of arrays."""
+    """An NNX object, split in two.
+
+    Attributes:
+      graph: an `nnx.GraphDef`, which is static.
+      state: a tree of arrays.
+    """
 
     graph: Any
     state: Any
@@ -37,6 +43,9 @@ class _Unsplit:
     """Holds an NNX object that stays whole, as NNX forbids changing it in this trace.
 
     This class is not a pytree, so JAX treats it and the object as one leaf.
+
+    Attributes:
+      x: the object.
     """
 
     def __init__(self, x: Any):
@@ -49,7 +58,7 @@ def objects(tree: Any) -> list[Any]:
 
 
 def changes_kept() -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which `split` and `merge` remember the objects."""
+    """Returns the context in which `merge` finds the objects that `split` has split."""
     nnx = _nnx()
     if nnx is None:
         return contextlib.nullcontext()

@@ -5,10 +5,10 @@ size 1, so 16 bits can hold either. But this is true only of a value's own mean 
 norm. Divided by the norm of another value, or by a mean, which may be 0, a value may
 have any size.
 
-So each result that may be part of a mean or a norm gets a *role*, which tells how it
-was computed from its *source*: the value that may be normalized. In
-`x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`. In order, their
-roles are:
+So the result of each equation is matched against the formulas of means and norms. If it
+may be part of one, it has a *role* in the formula, and a *source*: the value that may
+be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`.
+In order, their roles are:
 
     x * x            "squares"
     sum(_)           "power"
@@ -18,7 +18,7 @@ roles are:
     x * _            "normalized"
 
 If the mean of the source was subtracted first, the roles are *centred*: a centred power
-is the variance of `x`.
+is the variance of `x`. To recognize another formula, add its steps to `_RULES`.
 
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have
@@ -39,14 +39,22 @@ from optax_lossscale._programs.work import count_terms
 
 
 class Role(NamedTuple):
-    """The part that a result plays in the normalization of its source."""
+    """The part that a result plays in the normalization of its source.
 
-    source: Any  # a variable; None for a number computed from literals alone
-    name: str  # a value of `_RULES`, or "number" if computed from literals alone
-    is_centred: bool = False  # whether the mean was subtracted from its source
-    # The number of summed terms over the divisor: 1 for a mean, 8 for a sum of 8 terms
+    Attributes:
+      source: a variable; None for a number computed from literals alone.
+      name: a value of `_RULES`, or "number" if computed from literals alone.
+      is_centred: whether the mean was subtracted from the source.
+      terms: the number of summed terms over the divisor: 1 for a mean, 8 for a sum of 8
+        terms.
+      value: the value of a literal. A number computed from literals counts as 1.
+    """
+
+    source: Any
+    name: str
+    is_centred: bool = False
     terms: float = 1
-    value: Any = 1  # of a literal; a number computed from literals counts as 1
+    value: Any = 1
 
 
 # Which role an operation computes from the roles of its operands, which all have the
@@ -87,7 +95,7 @@ _NEUTRAL_NUMBERS = {
     "over": (1, np.inf),
 }
 # The smallest `terms` of a power that counts as a mean. A mean over n devices has
-# 1/n terms, because its sum counts as one term.
+# 1/n terms, because its sum counts as one term. The choice allows for 4096 devices.
 _FEWEST_TERMS = 2**-12
 _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 
@@ -95,7 +103,7 @@ _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 def role_of(
     eqn: JaxprEqn, are_factors: Sequence[bool], roles: Mapping[Var, Role]
 ) -> Role | None:
-    """Returns the role of an equation's result; None if it has none or several.
+    """Returns the role of an equation's result; None without one, or of several.
 
     Args:
       eqn: the equation.

@@ -1,6 +1,6 @@
 """Divides the equations of a program into islands and the equations between them.
 
-An island is made of equations that depend on products and are cheap enough to be
+An island is a list of equations that depend on products and are cheap enough to be
 recomputed in the backward pass. It ends where one of its results is read by an equation
 that cannot join it, such as the next product. The parts of `exp(tanh(x @ a)) @ b` are
 the first product, an island with `tanh` and `exp`, and the second product.
@@ -33,7 +33,7 @@ def partition(
     parts: list[Island | JaxprEqn] = []
     island: Island = []
     island_results = set()
-    from_seeds = set(seeds)  # the seeds, and all values computed from them
+    from_seeds = set(seeds)  # and all values computed from them
     for eqn in eqns:
         reads = variables(eqn.invars)
         depends_on_seed = not from_seeds.isdisjoint(reads)

@@ -1,9 +1,10 @@
 """Makes the plan of a program: what each step casts, and what each region stores.
 
 `facts` and `store` do most of the work. This file applies them to the program, and to
-the programs in each equation that is rewritten. A `scan`, for example, becomes a step
-with a plan for its body. That plan depends on the program around the scan: on the kinds
-and dtypes of the scan's operands, and on the uses and dtypes of its results.
+the programs in each equation that is *rewritten*, that is, runs its programs by plans
+of their own. A `scan`, for example, becomes a step with a plan for its body. That plan
+depends on the program around the scan: on the kinds and dtypes of the scan's operands,
+and on the uses and dtypes of its results.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from optax_lossscale._autocast.classify import Kind, Kinds, kinds_inside, kinds_of
+from optax_lossscale._autocast.classify import Kinds, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import is_rewritten
 from optax_lossscale._autocast.region import Region, Step
@@ -38,10 +39,18 @@ from optax_lossscale._programs.walk import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How a program is run. Print it to see a line for each region."""
+    """How a program is run. Print it to see a line for each region.
 
-    in_dtypes: Sequence[Any]  # the dtypes of the program's arguments
-    out_dtypes: Sequence[Any]  # the dtypes of its results
+    Attributes:
+      in_dtypes: the dtypes to which the arguments are cast.
+      out_dtypes: the dtypes to which the results are cast.
+      program: the program, with its short calls inlined.
+      regions: the regions, in the order in which they run.
+      casting: the options of the rewrite.
+    """
+
+    in_dtypes: Sequence[Any]
+    out_dtypes: Sequence[Any]
     program: Flat
     regions: Sequence[Region]
     casting: Casting
@@ -51,13 +60,14 @@ class Plan:
 
 
 def plan_for(
-    jaxpr: AnyJaxpr, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
+    jaxpr: AnyJaxpr, args: Sequence[Any], kinds: Kinds, casting: Casting
 ) -> Plan:
     """Makes the plan for a program that was traced in float32.
 
     Args:
       jaxpr: the program.
-      args: its arguments. The plan accepts an argument in the low dtype without a cast.
+      args: its arguments. An argument in the low dtype is read as it is, without a
+        cast to float32.
       kinds: the kinds of its arguments.
       casting: the options of the rewrite.
     """
@@ -142,7 +152,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
 def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Kinds, result_uses: Uses
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the dtypes in which values enter and leave the programs in an equation.
+    """Returns the dtypes of what the programs in an equation read and return.
 
     Args:
       facts: the facts about the program around the equation.

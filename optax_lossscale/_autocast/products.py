@@ -1,15 +1,15 @@
 """Decides which products are narrowed and which equations are rewritten.
 
-A product is narrowed if its operands and its result are float32, and if it asks neither
-for HIGHEST precision nor for an algorithm.
+A product is *narrowed*, which means that it is computed in 16 bits, if its operands and
+its result are float32, and if it has neither HIGHEST precision nor an algorithm.
 
 An equation that holds programs, such as a `scan`, *may be rewritten* if other programs
-can take the place of those that it holds, and if nothing forbids it. For example, it is
-forbidden in a `while` that waits for a number to converge. The equation *is rewritten*
-if, in addition, its programs contain something to change: a product to narrow, an outer
-product to replace, or another equation to rewrite. The rule of a `custom_vjp` may
-contain any of these, and JAX has not traced it yet. So a `custom_vjp` is rewritten
-whenever it may be.
+can take the place of those that it holds, and if nothing forbids it. For example, a
+`while` that waits for a number to converge is left as it is. The equation *is
+rewritten* if, in addition, its programs contain something to change: a product to
+narrow, an outer product to replace, or another equation to rewrite. The rule of a
+`custom_vjp` may contain any of these, and JAX has not traced it yet. So a `custom_vjp`
+is rewritten whenever it may be.
 
 If `autocast` narrows nothing, it warns with the reasons from `why_none_is_narrowed`.
 """
@@ -45,13 +45,12 @@ from optax_lossscale._programs.walk import (
 )
 from optax_lossscale._programs.work import (
     asks_for_highest,
+    count_terms,
     is_product,
-    multiplies_once,
 )
 
+# The `jax.named_scope` in which `autocast` runs programs
 SCOPE = "ols.autocast"
-"""The scope in which `autocast` runs programs."""
-
 # Reasons, or advice to add to a reason
 _BY_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
@@ -69,20 +68,20 @@ def is_narrowed(eqn: JaxprEqn) -> bool:
 def is_outer_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `dot_general` that `outer_product` can replace.
 
-    It must sum nothing and have no output sharding, and `autocast` may change it.
+    It is if it sums nothing, has no output sharding, and may be changed.
     """
     if Trait.OUTER not in traits(eqn):
         return False
     if eqn.params.get("out_sharding") is not None:
         return False
-    return multiplies_once(eqn) and _may_change(eqn)
+    return count_terms(eqn) == 1 and _may_change(eqn)
 
 
 def _may_change(eqn: JaxprEqn) -> bool:
     """Whether `autocast` may change how a product or an outer product is computed.
 
-    It may if the equation maps float32 to float32, and asks neither for HIGHEST
-    precision nor for an algorithm.
+    It may if the equation maps float32 to float32, and has neither HIGHEST precision nor
+    an algorithm.
     """
     if asks_for_highest(eqn):
         return False
@@ -119,7 +118,7 @@ def _is_changed(program: AnyJaxpr) -> bool:
 
 
 def usual_precision() -> Any:
-    """Returns the precision of a product that asks for none, in this context."""
+    """Returns the precision that a product has by default in this context."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
     return eqn.params["precision"]
@@ -129,8 +128,8 @@ def why_none_is_narrowed(program: AnyJaxpr) -> tuple[str, ...]:
     """Returns the reasons why no product is narrowed, with advice, each reason once.
 
     There are no reasons if some product is narrowed. Some products never have a reason:
-    those for which the user asks for HIGHEST precision or an algorithm, and those
-    without an operand in float32 or float64.
+    those to which the user gives HIGHEST precision or an algorithm, and those without
+    an operand in float32 or float64.
     """
     outcomes = _outcomes(program, usual_precision())
     if None in outcomes:
@@ -143,12 +142,12 @@ def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
     """Returns the outcome of each product in a program, without duplicates.
 
     An outcome is None if the product is narrowed, and otherwise the reason why it is
-    not. `usual` is the `usual_precision`.
+    not. `usual` is the `usual_precision`, an argument because results are cached.
     """
-    distinct = {}
+    outcomes = []
     for eqn in open_jaxpr(program).eqns:
-        distinct.update(dict.fromkeys(_outcomes_of(eqn, usual)))
-    return tuple(distinct)
+        outcomes += _outcomes_of(eqn, usual)
+    return tuple(dict.fromkeys(outcomes))
 
 
 def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:

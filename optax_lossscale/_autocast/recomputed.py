@@ -1,12 +1,12 @@
-"""Decides which islands the backward pass recomputes, and which results are kept.
+"""Decides which islands the backward pass recomputes, and which results are saved.
 
 The backward pass recomputes an island from the values that it reads. Two kinds of
 islands are not recomputed: those that only move numbers, and those in an associative
 scan. The latter are recognized by a `pad` that puts numbers between those of an array.
 
-In a recomputed island, some reductions are kept as residuals too: those that reduce a
-large array to a few numbers, and would need another pass over that array. An example
-is the sum over the vocabulary in a cross-entropy.
+In a recomputed island, some reductions are *kept*, that is, saved as residuals too:
+those that reduce a large array to a few numbers, and would need another pass over that
+array. An example is the sum over the vocabulary in a cross-entropy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,9 @@ from optax_lossscale._programs.values import (
     variables,
 )
 
-_FEWEST_TERMS = 32  # a reduction of fewer terms is not worth keeping
+# A reduction of fewer terms is not kept. The choice bounds the memory: the results take
+# at most 1/32 of what their operand takes in float32.
+_FEWEST_TERMS = 32
 
 
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
@@ -33,7 +35,7 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     floats, only indices. So recomputing them gains nothing, and in a recommender it
     moves more bytes. Each level of an associative scan pads between numbers, and is a
     separate pass over memory. Recomputing it would save memory in Mamba, but move more
-    bytes.
+    bytes. To choose that, wrap the scan in `jax.checkpoint`.
     """
     if any(map(_pads_between, eqns)):
         return False

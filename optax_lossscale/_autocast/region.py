@@ -1,20 +1,24 @@
 """Regions: lists of equations that run as one, with what they cast, read and store.
 
+For `exp(x @ w) @ w`, the region between the two products reads the result of `x @ w` in
+16 bits, its step `exp` casts it to float32, and the region stores the result of `exp`
+in 16 bits.
+
 `region_of_island` and `region_of_equation` build a region from its equations and the
 values that later regions read. They decide two things.
 
-What each step casts:
+First, the dtype to which each step casts its operands:
 
-- A product *rounds* its operands: it casts them to 16 bits.
+- A product *rounds* them: it casts them to 16 bits.
 - So do some sums that are stored in 16 bits, and moves that are not cheap, such as a
   transfer between devices, if only products read what they move.
-- Any other step that only moves numbers, or sums over devices, casts nothing. It runs
-  in the dtype in which its operands are stored.
-- Any other step casts its operands to the dtypes in which they were traced.
+- All other moves, and sums over devices, cast nothing. They run in the dtype in which
+  their operands are stored.
+- All other steps cast their operands to the dtypes in which they were traced.
 
-In which dtype the region reads a value from outside: in 16 bits if every step that
-reads the value rounds it, or only moves it to readers that need 16 bits. Otherwise it
-is the dtype that `facts` has for the value.
+Second, the dtype in which the region reads a value from outside. It is 16 bits if every
+step that reads the value rounds it, or only moves it to readers that need 16 bits.
+Otherwise it is the dtype that `facts` has for the value.
 """
 
 import dataclasses
@@ -47,25 +51,38 @@ Dtypes = Mapping[Var, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation in a region, with the dtypes to which it casts its operands."""
+    """An equation in a region, with the dtypes to which it casts its operands.
+
+    Attributes:
+      eqn: the equation.
+      operand_dtypes: the dtype to which each operand is cast; None if it is read in the
+        dtype in which it is stored.
+      plans: the plans of the programs in a rewritten equation; empty for any other.
+    """
 
     eqn: JaxprEqn
-    # One dtype for each operand; None if it is read in the dtype in which it is stored
     operand_dtypes: Sequence[Any]
-    plans: Sequence["Plan"] = ()  # for the programs in a rewritten equation
+    plans: Sequence["Plan"] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """An island, a part of an island, or a single step such as a product."""
+    """An island, a part of an island, or a single step such as a product.
+
+    Attributes:
+      steps: the steps, in the order in which they run.
+      reads: the values from outside, with the dtypes in which the region needs them. If
+        a value is stored in another dtype, the steps cast it.
+      stores: the values for later regions, with their dtypes.
+      is_recomputed: whether the backward pass recomputes its steps.
+      kept_reductions: the results of its steps that `jax.checkpoint` saves as
+        residuals.
+    """
 
     steps: Sequence[Step]
-    # The values from outside, with the dtypes in which the region needs them. If a
-    # value is stored in another dtype, the steps cast it.
     reads: Dtypes
-    stores: Dtypes  # the values for later regions, with their dtypes
-    is_recomputed: bool = False  # whether the backward pass recomputes its steps
-    # The results of its steps that `jax.checkpoint` keeps as residuals
+    stores: Dtypes
+    is_recomputed: bool = False
     kept_reductions: frozenset[Var] = frozenset()
 
 
@@ -130,10 +147,10 @@ def region_of_equation(
 
 
 def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
-    """Records in `needed` that a reader needs the value `v` in `dtype`.
+    """Adds to `needed` that some reader needs the value `v` in `dtype`.
 
-    If the readers of a value need different dtypes, `needed` gets the dtype that
-    `facts` has for the value, and each reader casts it.
+    If the readers of a value need different dtypes, `needed` has the dtype that `facts`
+    has for the value, and each reader casts it.
     """
     if needed.setdefault(v, dtype) != dtype:
         needed[v] = facts.dtypes[v]
@@ -177,8 +194,8 @@ def _is_of_one_shape(eqn: JaxprEqn) -> bool:
 def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list[Any]:
     """Returns the dtype to which an equation casts each operand; None for no cast.
 
-    Products always round. If any other equation `rounds_operands`, it runs in 16 bits,
-    and so returns 16 bits.
+    Narrowed products always round. If any other equation `rounds_operands`, it runs in
+    16 bits, and so returns 16 bits.
     """
     traced = dtypes_in(eqn.invars)
     if rounds_operands:
@@ -199,7 +216,10 @@ def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list
 def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
     """Finds the values that steps read from outside, with the dtypes they need.
 
-    `results` has the dtypes in which later regions need the results of the steps.
+    Args:
+      facts: the facts about the program.
+      steps: the steps of a region, in order.
+      results: the steps' results, with the dtypes in which later regions need them.
     """
     low = facts.low
     needed = dict(results)
@@ -215,7 +235,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
 
 
 def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
-    """Returns the dtype in which a reader needs a value, by whether it rounds it."""
+    """Returns the dtype in which a reader needs a value that it rounds, or does not."""
     if is_rounded and dtype_in(v) == FLOAT32:
         return facts.low
     return facts.dtypes[v]
@@ -224,7 +244,8 @@ def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation only moves numbers, to readers that need them in 16 bits.
 
-    `needed` has the dtypes in which its results are needed, except for unread results.
+    `needed` has the dtypes in which its results are needed. A result that is not in it
+    has no readers.
     """
     eqn_traits = traits(eqn)
     if not eqn_traits & (RUNS_AS_STORED | Trait.SPREADS):

@@ -38,8 +38,9 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, name_of
 
-_KEPT = "ols.autocast.kept"  # the name that `_run_region` gives to `kept_reductions`
-# Makes `jax.checkpoint` keep them
+# The name that `_run_region` gives to `kept_reductions`
+_KEPT = "ols.autocast.kept"
+# The policy with which `jax.checkpoint` saves them
 _SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(_KEPT)
 
 
@@ -52,9 +53,9 @@ class _Runner:
     """Runs a program by its plan, and the programs in it by theirs.
 
     JAX traces and differentiates a function once, and caches the result by the identity
-    of the function. To profit from that, a runner makes one function for each plan of
-    an inner program, however many steps share the plan, and one for all islands in
-    which the same lines compute the same.
+    of the function. So that layers that are alike are traced once, a runner makes one
+    function for each plan of an inner program, however many steps share the plan, and
+    one for all islands in which the same lines compute the same.
     """
 
     def __init__(self):
@@ -95,7 +96,7 @@ class _Runner:
     def _jitted(self, plan: Plan, name: str, is_call: bool) -> Function:
         """Returns a jitted function that runs an inner program.
 
-        A program that was called stays a call. The body of a loop or a branch is
+        A call, such as a `jit`, stays a call. The body of a loop or a branch is
         inlined, because a compiler fuses less across a call: a scan over layers would
         move more bytes.
         """
@@ -111,8 +112,8 @@ class _Runner:
         values = dict(zip(region.reads, inputs, strict=True))
         stored = {}
 
-        # Steps that read a value in the same dtype share one cast. Its cotangents are
-        # then summed in that dtype, before the transpose of the cast rounds the sum.
+        # Steps that read a value in the same dtype share one cast. So its cotangents are
+        # summed in that dtype, and the transpose of the cast rounds only the sum.
         @functools.cache
         def cast(v, dtype):
             return astype(values[v], dtype)
@@ -177,18 +178,22 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
-    """Computes a product in 16 bits, from operands that are in 16 bits already."""
-    params = dict(eqn.params)
-    params["precision"] = None
-    params["preferred_element_type"] = dtype_in(operands[0])
-    narrowed = eqn.replace(params=params)
-    return bind(narrowed, operands)
+    """Computes a product in 16 bits, from operands that are in 16 bits already.
+
+    The precision of the equation was meant for float32 operands, so it is dropped.
+    """
+    params = {
+        **eqn.params,
+        "precision": None,
+        "preferred_element_type": dtype_in(operands[0]),
+    }
+    return bind(eqn.replace(params=params), operands)
 
 
 def _run_with_rule(step: Step, narrowed: Function, operands: Arrays) -> list[Any]:
     """Runs a function with a custom derivative, whose rule `enter` would lose.
 
-    `narrowed` runs the function's program by its plan.
+    `narrowed` runs the function's program by its plan: see `derivatives`.
     """
     eqn = step.eqn
     (plan,) = step.plans
@@ -236,9 +241,8 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
         arrays = jax.tree.leaves(args)
         kinds = [Kind.FLOAT32] * len(arrays)
         plan = plan_for(jaxpr, arrays, kinds, casting)
-        shapes, treedef = jax.tree.flatten(result_shapes)
         results = run(plan, arrays)
-        cast_results = astypes(results, dtypes_in(shapes))
-        return jax.tree.unflatten(treedef, cast_results)
+        treedef = jax.tree.structure(result_shapes)
+        return jax.tree.unflatten(treedef, results)
 
     return rewritten

@@ -8,8 +8,8 @@ casts it, or the dtype in which it is stored, if a step reads it without a cast.
 
 A line begins with `island` if the backward pass recomputes the region, and otherwise
 with `run`: then the region is a single step, or an island that is not recomputed. The
-steps after `keeping` are those whose results are kept. A cheap step that is repeated
-appears in the line of each region that repeats it. An equation has no line if nothing
+steps after `keeping` are those whose results are saved as residuals. A cheap step that
+several regions repeat appears in the line of each. An equation has no line if nothing
 reads its results and it has no effect. Literals that a step reads are not shown.
 """
 

@@ -5,9 +5,12 @@ that computes it. It builds the regions on the way:
 
 - An island stores a value in 16 bits if no later region needs the value in float32. A
   product needs 16 bits, and an island needs the dtype that `facts` has for the value.
-- An island repeats a cheap step instead of reading its results, if the results take at
-  least as many bytes as the stored values from which the step computes them.
-- An equation gets no region if it has no effects and nothing reads its results.
+- An island repeats a cheap equation instead of reading its results, if the results take
+  at least as many bytes as the stored values from which they are computed. In
+  `y = tanh(x @ w)` and `y * (y @ w)`, the island of the multiplication reads `x @ w`,
+  and computes `tanh` again.
+- An equation gets no region if it has no effects and nothing reads its results: dead
+  code is eliminated.
 
 Most islands are recomputed in the backward pass. Their residuals are then the values
 that they read, and not the float32 arrays that they compute.
@@ -51,8 +54,8 @@ def regions_of(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region
     seeds = island_seeds(facts)
     repeated = _repeated(facts, seeds)
     positions = {eqn: n for n, eqn in enumerate(facts.program.eqns)}
-    # The values that the program returns or later regions read, with the dtypes in
-    # which to store them
+    # The live values: those that the program returns or later regions read, with the
+    # dtypes in which to store them
     live = {}
     for v in variables(facts.program.outs):
         live[v] = facts.dtypes[v]
@@ -97,7 +100,7 @@ def _regions_of_island(
     Args:
       facts: the facts about the program.
       island: the equations of the island.
-      live: the values that later regions read, with their dtypes.
+      live: the values that are read later, with the dtypes in which to store them.
       repeated: the equations of the program that islands repeat, by their results.
       positions: the position of each equation in the program.
     """
@@ -122,8 +125,8 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
 
     If the island itself reads a sum that it stores in 16 bits, as it does with the sum
     of a residual stream, a separate region stores that sum first. The steps that read
-    the sum then read it as stored, and their gradient does not need the operands of the
-    sum as well. The same goes for a product's result that the island moves.
+    the sum then read it as stored. So their residual is the sum alone, and not the
+    operands of the sum. The same goes for a product's result that the island moves.
 
     Worth it, in memory and bytes: transformers. A recommender pays for it with memory,
     and Mamba with bytes.
@@ -154,8 +157,8 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     sources = {}
     for eqn in facts.program.eqns:
         is_seed = not seeds.isdisjoint(eqn.outvars)
-        # If the lookup of an embedding's rows was repeated, its gradient would be
-        # summed once for each island.
+        # If the lookup of an embedding's rows was repeated, its gradient would be a
+        # separate sum for each island.
         if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
         reads = set()

@@ -1,11 +1,11 @@
 """The second pass: how each value is used after it has been computed.
 
-The pass walks the program backward, from the results to the arguments. It asks two
-questions about a value. Does any later product depend on it? And is it *live across* a
-product, which means that it is still read after that product? In `y = x + tanh(x @ w)`,
-both are true of `x`: the product depends on it, and the sum reads it after the product,
-so it has to be stored until then. Neither is true of the result of `x @ w`, if no later
-product depends on `y`.
+This is a liveness analysis: it walks the program backward, from the results to the
+arguments. It answers two questions about a value. Does any later product depend on it?
+And is it *live across* a product, that is, still read after that product? In
+`y = x + tanh(x @ w)`, both are true of `x`: the product depends on it, and the sum reads
+it after the product, so it has to be stored until then. Neither is true of the result
+of `x @ w`, if no later product depends on `y`.
 
 To find the reads across a product, the pass gives each value a *depth*: the number of
 narrowed products and rewritten equations in the longest chain that leads to the value.
@@ -38,12 +38,17 @@ from optax_lossscale._programs.work import is_cheap
 
 
 class Use(enum.Flag):
-    """How a value is used later; both flags may be set."""
+    """How a value is used later; both flags may be set.
+
+    Attributes:
+      FEEDS_PRODUCT: a later product depends on the value, directly or through other
+        values.
+      LIVE_ACROSS: the value is read after a later product, or `checkpoint_name` names
+        it, so it must be stored.
+    """
 
     FEEDS_PRODUCT = enum.auto()
-    """A later product depends on the value, directly or through other values."""
     LIVE_ACROSS = enum.auto()
-    """The value is read after a later product, or has a name, so it must be stored."""
 
 
 NEITHER = Use(0)
@@ -86,10 +91,13 @@ def _use_of_operand(
     depth: Mapping[Var, int],
     later_uses: Mapping[Var, Use],
 ) -> Use:
-    """Returns how an equation that is not narrowed, nor rewritable, uses an operand.
+    """Returns how an equation uses an operand, if it is not narrowed or rewritable.
 
-    `depth` has the depth of each value, and `later_uses` the uses of each value after
-    the equation.
+    Args:
+      eqn: the equation.
+      operand: one of its operands.
+      depth: the depth of each value.
+      later_uses: the uses of each value after the equation.
     """
     may_be_repeated = is_cheap(eqn) or traits(eqn) & RUNS_AS_STORED
     use = NEITHER
@@ -124,10 +132,11 @@ def depths(program: Flat) -> Mapping[Var, int]:
 def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
     """Returns how the results of the programs in an equation are used.
 
-    Their uses are the `outer_uses`, those of the equation's own results, except for the
-    carry of a loop. The next iteration uses the carry too, but that counts only if a
-    product after the loop depends on the carry. If none does, each iteration reads the
-    carry in 16 bits but returns it in float32, so that the final carry is not rounded.
+    They are used as the equation's own results are, which the `outer_uses` tell, except
+    for the carry of a loop. The next iteration uses the carry too, but that counts only
+    if a product after the loop depends on the carry. If none does, each iteration reads
+    the carry in 16 bits but returns it in float32, so that the final carry is not
+    rounded.
     """
     inner_uses = list(outer_uses)
     earlier = []

@@ -1,10 +1,26 @@
 """Reads the programs that JAX traced, and runs them with parts replaced.
 
-A *program* is a jaxpr, open or closed: a list of equations, each of which applies one
-of JAX's operations, such as `dot_general`, to operands. An equation may itself hold
-programs. For example, a `scan` holds its body. Read the files in this order:
+`autocast`, `dtype_report` and `diagnose` are built on this folder. A *program* is a
+jaxpr, open or closed: a list of equations, each of which applies one of JAX's
+operations, such as `dot_general`, to operands. An equation may itself hold programs,
+as a `scan` holds its body.
 
-- `operations.py`: the table of what is known of each operation.
+For example, these are the equations of a function that calls a jitted one:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from optax_lossscale._programs.flat import flat
+    >>> from optax_lossscale._programs.versions import name_of
+    >>> from optax_lossscale._programs.work import is_cheap, is_product
+    >>> x = jnp.ones((4, 4))
+    >>> program = jax.make_jaxpr(lambda x: jax.jit(jnp.exp)(x @ x))(x)
+    >>> for eqn in flat(program).eqns:
+    ...     print(name_of(eqn), is_product(eqn), is_cheap(eqn))
+    dot_general True False
+    exp False True
+
+Read the files in this order:
+
+- `operations.py`: the table of operations, with the traits of each.
 - `versions.py`: the attributes known to differ between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `walk.py`: the programs in an equation, and the values that a value depends on.

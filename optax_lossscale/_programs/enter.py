@@ -1,13 +1,16 @@
 """Runs an equation that holds programs, such as a `scan`, with other programs in it.
 
-Instead of binding the equation, `enter(eqn, operands, functions)` calls `lax.scan`,
-`lax.switch` or the like anew, with a function in place of each program that computes
-results of the equation (see `result_programs` in `walk.py`). For a `scan`, `autocast`
-passes one function, which runs the body with its products in 16 bits.
+To bind the equation would run the programs that it holds. So instead,
+`enter(eqn, operands, functions)` calls `lax.scan`, `lax.switch` or the like again, with
+a function in place of each program that computes results of the equation (see
+`result_programs` in `walk.py`). For a `scan`, `autocast` passes one function, which
+runs the body with its products in 16 bits.
 
 A function may return other dtypes than its program, with two restrictions. The
 functions of a `cond` must all return the same dtypes. A loop's carry has the dtypes of
 the operands that it starts from, and what a function returns for it is cast to them.
+
+To run another operation in this way, give it a trait, and add a function to `_ENTER`.
 """
 
 import functools

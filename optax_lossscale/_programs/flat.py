@@ -24,22 +24,33 @@ from optax_lossscale._programs.versions import (
 )
 from optax_lossscale._programs.walk import has_shardings, programs_in
 
-_MAX_INLINED = 100  # equations; a longer program stays a call
+# A program of more equations stays a call. The choice is far above helpers such as
+# `jax.nn.softmax`, which has about ten.
+_MAX_INLINED = 100
 
 
 class Flat(NamedTuple):
-    """A program with its short calls, or all of its calls, inlined."""
+    """A program with its short calls, or all of its calls, inlined.
+
+    Attributes:
+      eqns: the equations, in the order in which they run.
+      ins: the arguments.
+      outs: the results: variables, and literals of shape ().
+      consts: the arrays that the program closes over, by the variables that stand for
+        them.
+      names: the names of the arguments in the user's code; empty if unknown.
+    """
 
     eqns: list[JaxprEqn]
-    ins: list[Var]  # the arguments
-    outs: list[Any]  # the results: variables, and literals that are scalars
-    consts: dict[Var, Any]  # the arrays that the program closes over
-    names: Sequence[str]  # of the arguments in the user's code; empty if unknown
+    ins: list[Var]
+    outs: list[Any]
+    consts: dict[Var, Any]
+    names: Sequence[str]
 
 
 @cached_by_program
 def flat(program: AnyJaxpr) -> Flat:
-    """Inlines the calls of a program that `autocast` need not treat as calls.
+    """Inlines the short calls of a program, for `autocast`.
 
     Long `jit`s, `jit`s with shardings, checkpoints, and functions with custom
     derivatives stay single equations.
@@ -49,16 +60,23 @@ def flat(program: AnyJaxpr) -> Flat:
 
 @cached_by_program
 def all_flat(program: AnyJaxpr) -> Flat:
-    """Inlines every call of a program, even checkpoints and custom derivatives."""
+    """Inlines every call of a program, for `diagnose`.
+
+    So a function with a custom derivative becomes the equations of the function, and a
+    checkpoint those of its program.
+    """
     return _flattened(program, _callee)
 
 
 def _flattened(
     program: AnyJaxpr, callee_to_inline: Callable[[JaxprEqn], AnyJaxpr | None]
 ) -> Flat:
-    """Inlines calls: `callee_to_inline` returns the program of an equation, or None.
+    """Inlines the calls in a program.
 
-    None keeps the equation as it is.
+    Args:
+      program: the program.
+      callee_to_inline: returns the program that replaces an equation, or None if the
+        equation stays as it is.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
@@ -87,7 +105,7 @@ def _flattened(
 
 
 def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
-    """Returns what stands for `v` in the flat program: itself, unless `env` has it.
+    """Returns what `v` is called in the flat program: `env[v]`, or `v` itself.
 
     With `jax_use_simplified_jaxpr_constants`, a literal may be an array. It becomes a
     new variable, whose value is added to `consts`.
@@ -133,8 +151,8 @@ def _callee(eqn: JaxprEqn) -> AnyJaxpr | None:
 def _short_callee(eqn: JaxprEqn) -> AnyJaxpr | None:
     """Returns the program of a `jit` or similar call if it is short, or None.
 
-    If `f` calls `g` twice, `g` calls `h` twice, and so on, then inlining every call
-    would double the length at each level. So long programs stay calls.
+    Without this limit, the flat program could grow exponentially: if `f` calls `g`
+    twice, `g` calls `h` twice, and so on, then each level doubles its length.
     """
     if Trait.INLINED not in traits(eqn) or has_shardings(eqn):
         return None

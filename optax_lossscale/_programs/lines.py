@@ -2,7 +2,8 @@
 
 JAX stores a traceback with each equation. The user's line is its innermost frame that
 is neither in JAX nor in a framework. For `nn.Dense(3)(x)` in line 12 of `model.py`,
-that is `model.py:12 (f)`, and not the line of `Dense` that multiplies.
+that is `model.py:12 (f)`, and not the line of `Dense` that multiplies. The frameworks
+are listed as `LIBRARIES` in `_arrays/messages.py`.
 """
 
 import os
@@ -16,7 +17,7 @@ from optax_lossscale._arrays.messages import LIBRARIES
 
 
 def users_line(eqn: JaxprEqn) -> str:
-    """The innermost line of the user's code that led to an equation; "" if none did.
+    """Returns the innermost line of the user's code that led to an equation, or "".
 
     For example, `model.py:12 (f)`. JAX traces a jitted function once for all calls, and
     may not store the frames of its callers. So an equation in a jitted helper of JAX or
@@ -31,16 +32,15 @@ def users_line(eqn: JaxprEqn) -> str:
 
 
 def line_of(eqn: JaxprEqn, outer_line: str = "") -> str:
-    """The user's line that made an equation, or the best substitute.
+    """Returns the `users_line` of an equation, or else that of the equation around it.
 
-    If there is no such line, it is `outer_line`, the line of the equation that holds
-    this one. If that is "", too, it is "an unknown line".
+    The latter is `outer_line`. If both are "", the result is "an unknown line".
     """
     return users_line(eqn) or outer_line or "an unknown line"
 
 
 def is_made_by_optax(eqn: JaxprEqn) -> bool:
-    """Whether code of Optax made an equation; the code of its losses does not count."""
+    """Whether code of Optax, other than of its losses, made an equation."""
     optax = _package_folder("optax")
     frames = _frames(eqn)
     if not optax or not frames:
@@ -51,13 +51,16 @@ def is_made_by_optax(eqn: JaxprEqn) -> bool:
 
 
 def _frames(eqn: JaxprEqn) -> list[str]:
-    """The frames that led to an equation, without JAX's own; the innermost is last."""
+    """Returns the frames that led to an equation, without JAX's own, innermost last.
+
+    There are at most 1000, Python's default limit on recursion.
+    """
     summary = source_info_util.summarize(eqn.source_info, num_frames=1000)
     return summary.splitlines()
 
 
 def _package_folder(package: str) -> str:
-    """The path of an imported package's folder, with a slash; "" if not imported."""
+    """Returns the path of a package's folder, with a slash; "" if not imported."""
     module = sys.modules.get(package)
     path = getattr(module, "__file__", None)
     if not path:

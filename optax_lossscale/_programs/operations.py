@@ -1,11 +1,12 @@
 """The table of JAX's operations: a row for each, with what is known of it.
 
-Only this file names operations. All others ask for the row of an equation's operation,
-`row_of(eqn)`, or for the traits in that row, `traits(eqn)`. For example, `exp` has the
-traits `EXPONENTIAL` and `CHEAP`. It has none of `MOVES`, `SENDS` and `PRODUCT`, so
-`autocast` runs it as it was traced, in float32. Because it is `CHEAP`, the backward
-pass may recompute it. Because it is `EXPONENTIAL`, `dtype_report` lists it where its
-operand has 16 bits. An operation that is not in the table has the row `UNKNOWN`.
+To add an operation, begin with its row here. Other files look up the row of an
+equation's operation, `row_of(eqn)`, or the traits in that row, `traits(eqn)`. For
+example, `exp` has the traits `EXPONENTIAL` and `CHEAP`. It has none of `MOVES`, `SENDS`
+and `PRODUCT`, so `autocast` runs it as it was traced, in float32. Because it is
+`CHEAP`, the backward pass may recompute it. Because it is `EXPONENTIAL`, `dtype_report`
+lists it where its operand has 16 bits. An operation that is not in the table has the
+row `UNKNOWN`.
 """
 
 from collections.abc import Sequence
@@ -40,92 +41,104 @@ class Trait(Flag):
     An operation that `SPREADS` runs in 16 bits if `autocast` stores its result in 16
     bits, but its derivative, a sum over devices, runs in float32. Every other operation
     runs as traced, except for products and for sums that are stored in 16 bits.
+
+    Attributes:
+      MOVES: only moves numbers, or leaves some out, as `reshape` and `slice` do.
+      SELECTS: returns parts of an operand, which may lack the largest numbers of the
+        whole. Each such operation also `MOVES`, which `_row` adds.
+      PLACES: moves or repeats numbers, puts them between others, or casts them. All of
+        its results are numbers of its operands, so it also `CHOOSES`, which `_row`
+        adds.
+      SENDS: communicates between devices, so the number of bytes matters.
+      SPREADS: copies an array to many devices, or marks it as one that may differ
+        between them. Its derivative is a sum over these devices.
+      VARIES: occurs only where JAX tracks the mesh axes along which each array varies.
+        If it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its
+        operand.
+      CHOOSES: returns numbers of its operands, possibly negated or cast, so it needs no
+        more range than they do. The derivative of some such operations is a sum.
+      FILLS: puts numbers of one operand between the numbers of another, as a mask does.
+      GATHERS: looks up parts of its first operand by index, as an embedding does.
+      NAMES: names its operand, so that a policy of `jax.checkpoint` can choose to save
+        it.
+      CASTS: converts its operand to the dtype of its result.
+      ADDS_TWO: adds or subtracts two operands, number by number.
+      ADDS_MANY: sums many terms. In 16 bits, the last terms are lost once the sum is
+        large. A sum over devices also `SENDS`. It has only one term for each device, so
+        it runs in the dtype in which its operands are stored.
+      REDUCES: combines the numbers along its `axes` into one.
+      MULTIPLIES: multiplies two operands, number by number.
+      DIVIDES: divides two operands, number by number.
+      NEAR: its results have about the range of its operands.
+      SATURATES: approaches a limit for large numbers of at least one sign.
+      EXPONENTIAL: changes the range of its operands: exponentials, logarithms, powers.
+      PRODUCT: a matrix product or convolution, even if it sums nothing: see
+        `is_product`.
+      OUTER: a matrix product that may be an inner or an outer product: `dot_general`.
+      OF_BITS: works on the bits of numbers, so another dtype would change its results.
+      OPAQUE: runs code that no jaxpr shows, or does work that shapes do not determine.
+      EFFECTFUL: does more than compute its results, so it must not run twice.
+      CALLS: calls the one program that it holds: runs it once, and returns its results.
+      INLINED: does nothing but call its program, so the program's equations may replace
+        it.
+      CHECKPOINTS: decides which residuals of its program are saved, as `jax.checkpoint`
+        does.
+      SCANS: runs its program once for each row of some operands, and carries a state
+        along.
+      WHILE: runs one program, its body, as long as another, its condition, returns
+        True.
+      BRANCHES: runs one of its programs, chosen by an index.
+      MAPS: runs its program on each device of a mesh.
+      JVP: holds a program with a user-defined derivative, as of `jax.custom_jvp`.
+      VJP: holds a program with a user-defined pullback, as of `jax.custom_vjp`. It runs
+        once, where it stands, and is never `CHEAP`: a nonlinear rule, such as one that
+        clips, must get the whole cotangent at once.
+      CHEAP: takes at most one pass over its operands. Usually it takes none, because
+        the compiler fuses it with the operations that read its results. So a backward
+        pass may recompute the results instead of saving them.
     """
 
     # --- how numbers are moved and chosen ---
 
-    # Only moves numbers, or leaves some out, as `reshape` and `slice` do.
     MOVES = auto()
-    # Returns parts of an operand, which may lack the largest numbers of the whole. Each
-    # such operation also `MOVES`, which `_row` adds.
     SELECTS = auto()
-    # Moves or repeats numbers, puts them between others, or casts them. All of its
-    # results are numbers of its operands, so it also `CHOOSES`, which `_row` adds.
     PLACES = auto()
-    # Communicates between devices, so the number of bytes matters.
     SENDS = auto()
-    # Copies an array to many devices, or marks it as one that may differ between them.
-    # Its derivative is a sum over these devices.
     SPREADS = auto()
-    # Occurs only where JAX tracks the mesh axes along which each array varies. If it
-    # also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
     VARIES = auto()
-    # Returns numbers of its operands, possibly negated or cast, so it needs no more
-    # range than they do. The derivative of some such operations is a sum.
     CHOOSES = auto()
-    # Puts numbers of one operand between the numbers of another, as a mask does.
     FILLS = auto()
-    # Looks up parts of its first operand by index, as an embedding does.
     GATHERS = auto()
-    # Names its operand, so that a policy of `jax.checkpoint` can choose to keep it.
     NAMES = auto()
-    # Converts its operand to the dtype of its result.
     CASTS = auto()
+
     # --- what is computed, and in which range ---
 
-    # Adds or subtracts two operands, number by number.
     ADDS_TWO = auto()
-    # Sums many terms. In 16 bits, the last terms are lost once the sum is large. A sum
-    # over devices also `SENDS`. It has only one term for each device, so it runs in the
-    # dtype in which its operands are stored.
     ADDS_MANY = auto()
-    # Combines the numbers along its `axes` into one.
     REDUCES = auto()
-    # Multiplies two operands, number by number.
     MULTIPLIES = auto()
-    # Divides two operands, number by number.
     DIVIDES = auto()
-    # Its results have about the range of its operands.
     NEAR = auto()
-    # Approaches a limit for large numbers of at least one sign.
     SATURATES = auto()
-    # Changes the range of its operands: exponentials, logarithms, powers.
     EXPONENTIAL = auto()
-    # A matrix product or convolution, even if it sums nothing: see `is_product`.
     PRODUCT = auto()
-    # A matrix product that may be an inner or an outer product: `dot_general`.
     OUTER = auto()
-    # Works on the bits of numbers, so another dtype would change its results.
     OF_BITS = auto()
+
     # --- code, programs and cost ---
 
-    # Runs code that no jaxpr shows, or does work that shapes do not determine.
     OPAQUE = auto()
-    # Does more than compute its results, so it must not run twice.
     EFFECTFUL = auto()
-    # Calls the one program that it holds: runs it once, and returns its results.
     CALLS = auto()
-    # Does nothing but call its program, so the program's equations may replace it.
     INLINED = auto()
-    # Decides which residuals of its program are kept, as `jax.checkpoint` does.
     CHECKPOINTS = auto()
-    # Runs its program once for each row of some operands, and carries a state along.
     SCANS = auto()
-    # Runs one program, its body, as long as another, its condition, returns True.
     WHILE = auto()
-    # Runs one of its programs, chosen by an index.
     BRANCHES = auto()
-    # Runs its program on each device of a mesh.
     MAPS = auto()
-    # Holds a program with a user-defined derivative, as of `jax.custom_jvp`.
     JVP = auto()
-    # Holds a program with a user-defined pullback, as of `jax.custom_vjp`. It runs
-    # once, where it stands, and is never `CHEAP`: a nonlinear rule, such as one that
-    # clips, must get the whole cotangent at once.
     VJP = auto()
-    # Takes at most one pass over its operands. Usually it takes none, because the
-    # compiler fuses it with the operations that read its results. So a backward pass
-    # may recompute the results instead of keeping them.
     CHEAP = auto()
 
 
@@ -134,16 +147,21 @@ RUNS_AS_STORED = Trait.MOVES | Trait.SENDS
 
 
 class Row(NamedTuple):
-    """What the table knows of an operation."""
+    """What the table says of an operation.
+
+    Attributes:
+      traits: its traits.
+      terms: how `count_terms` in `_programs/work.py` counts the terms of a sum:
+        "contracted", "kernel", "last", "updates", or the name of a parameter; None for
+        one term.
+      formula: its role in the formula of a norm, for `_autocast/normalized.py`.
+      programs: the names of the parameters that hold the programs it runs, in the order
+        in which they run; None for every parameter that holds a program.
+    """
 
     traits: Trait = Trait(0)
-    # How `count_terms` in `_programs/work.py` counts the terms of a sum: "contracted",
-    # "kernel", "last", "updates", or the name of a parameter. None stands for one term.
     terms: str | None = None
-    # The operation's role in the formula of a norm, for `_autocast/normalized.py`
     formula: str | None = None
-    # The names of the parameters that hold the programs it runs, in the order in which
-    # they run. None stands for every parameter that holds a program.
     programs: Sequence[str] | None = ()
 
 

@@ -28,7 +28,7 @@ Atom = Var | Literal
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
 HALVES = frozenset(map(jnp.dtype, ("float16", "bfloat16")))
-"""The dtypes that `autocast` may compute products in, half as wide as float32."""
+"""The dtypes in which `autocast` may compute products."""
 
 
 def dtype_in(x: Any) -> Any:
@@ -57,7 +57,10 @@ def is_narrow_dtype(dtype: Any) -> bool:
 
 
 def astype(x: Any, dtype: Any) -> Any:
-    """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None."""
+    """Casts an array; returns `x` itself if it has no dtype, or if `dtype` is None.
+
+    A token has no dtype, and None stands for the dtype in which `x` is stored.
+    """
     old_dtype = dtype_in(x)
     # `None` is tested by identity, because `np.dtype("float64") == None` is True.
     if dtype is None or old_dtype is None or old_dtype == dtype:
@@ -69,8 +72,8 @@ def astype(x: Any, dtype: Any) -> Any:
 def _mesh_context(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which JAX allows operations on `x`, whatever its mesh.
 
-    Inside `auto_axes`, an array's mesh may have the axes of the context's mesh, but of
-    other types. JAX refuses operations on such an array.
+    Inside `jax.sharding.auto_axes`, an array's mesh may have the axes of the context's
+    mesh, but of other types. JAX refuses operations on such an array.
     """
     mesh = jax.typeof(x).sharding.mesh
     context_mesh = jax.sharding.get_abstract_mesh()
@@ -95,7 +98,9 @@ def dtypes_in(values: Sequence[Any]) -> list[Any]:
 def lengths_of(array: Any) -> list[int]:
     """Returns the lengths of an array's axes; a symbolic length counts as 1024.
 
-    Symbolic lengths come from `jax.export`. A token has no shape, and so no axes.
+    Lengths are symbolic where `jax.export` leaves an axis open, such as the batch. 1024
+    is a choice, so that such an axis counts as long. A token has no shape, and so no
+    axes.
     """
     shape = getattr(array, "shape", ())
     return [n if isinstance(n, int) else 1024 for n in shape]

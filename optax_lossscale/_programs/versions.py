@@ -1,9 +1,10 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
-Jaxprs are internal to JAX, and their attributes change from release to release. Those
-that are known to differ between the supported releases are read only here. A comment
-`since jax …` or `before jax …` names the release of a change where it is known. (An
-operation that only some releases have is listed in `operations.py` like any other.)
+Jaxprs are internal to JAX, and their attributes change from release to release. If a
+new release breaks the library, look here first: attributes that are known to differ
+between the supported releases are read only in this file. A comment `since jax …` or
+`before jax …` names the release of a change where it is known. (An operation that only
+some releases have is listed in `operations.py` like any other.)
 
 A jaxpr is open (`jax.extend.core.Jaxpr`), or closed, and then it also holds the values
 of its constants. Equations may hold either, so functions accept either: `AnyJaxpr`.
@@ -19,12 +20,12 @@ AnyJaxpr = Jaxpr | ClosedJaxpr
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Any:
-    """The jaxpr that a closed jaxpr wraps, or an open one itself."""
+    """Returns the jaxpr that a closed jaxpr wraps, or an open one itself."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: AnyJaxpr) -> Sequence[Any]:
-    """The values of a closed jaxpr's `constvars`, in order; empty for an open one."""
+    """Returns the values of a closed jaxpr's `constvars`; () for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
@@ -34,12 +35,12 @@ def is_program(x: Any) -> bool:
 
 
 def is_ref(v: Any) -> bool:
-    """Whether a variable is a `jax.Ref`, an array that equations change in place."""
+    """Whether a variable is a `jax.Ref`, an array that equations write to in place."""
     return hasattr(v.aval, "inner_aval")
 
 
 def argument_names(jaxpr: AnyJaxpr) -> Sequence[str]:
-    """The names of a jaxpr's arguments in the traced function; empty if unknown."""
+    """Returns the names of the arguments in the traced function; () if unknown."""
     jaxpr = open_jaxpr(jaxpr)
     names = jaxpr.debug_info.arg_names or ()
     # The lengths differ if JAX has turned constants into arguments.
@@ -49,7 +50,7 @@ def argument_names(jaxpr: AnyJaxpr) -> Sequence[str]:
 
 
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation's operation.
+    """Returns the parameters of an equation's operation.
 
     Some operations keep them in an object, which is the equation's parameter `_prim`.
     `custom_root` does so since jax 0.12.
@@ -59,7 +60,7 @@ def params_of(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    """The name of an equation's operation, usually the name of its primitive.
+    """Returns the name of an equation's operation, usually that of its primitive.
 
     Operations that keep their parameters in an object share one primitive, so they are
     named after the object's class. See `params_of`.
@@ -69,13 +70,21 @@ def name_of(eqn: JaxprEqn) -> str:
 
 
 def scopes_of(eqn: JaxprEqn) -> list[str]:
-    """The names of the scopes that an equation is in, without JAX's transformations."""
+    """Returns the names of the scopes around an equation, outermost first.
+
+    They are those of `jax.named_scope`. JAX stores transformations, such as `jvp`, in
+    the same stack; these are left out.
+    """
     entries = eqn.source_info.name_stack.stack
     return [entry.name for entry in entries if type(entry).__name__ == "Scope"]
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Applies an equation's operation, with its parameters, to other operands."""
+    """Applies an equation's operation, with its parameters, to other operands.
+
+    The settings under which the equation was traced, such as its mesh, apply again. The
+    results are a list, even of an operation with one result.
+    """
     primitive = eqn.primitive
     functions = ()
     params = primitive.get_bind_params(eqn.params)
@@ -87,7 +96,7 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are its carry."""
+    """Returns how many operands of a `scan` are constants, and how many its carry."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -97,7 +106,7 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def mapped_axes(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The mesh axes that this `shard_map` maps, without the axes of enclosing ones."""
+    """Returns the mesh axes that this `shard_map` maps, without those of outer ones."""
     if "manual_axes" in eqn.params:  # before jax 0.10
         return tuple(eqn.params["manual_axes"])
     return tuple(eqn.params["newly_manual_axes"])

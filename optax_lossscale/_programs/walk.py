@@ -39,8 +39,8 @@ from optax_lossscale._programs.versions import (
 def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """Returns the programs that an equation runs, in the order in which they run.
 
-    Those that the table of operations does not name, such as the `update_jaxpr` of a
-    `scatter`, are left out. Of an unknown operation, it returns all programs.
+    Programs that the table of operations does not name, such as the `update_jaxpr` of a
+    `scatter`, are left out. Of an unknown operation, all programs are returned.
 
     Raises:
       NotImplementedError: if the equation has none of the parameters that its row in
@@ -63,7 +63,7 @@ def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
 
 
 def result_programs(eqn: JaxprEqn) -> list[AnyJaxpr]:
-    """Returns the programs that compute the results of an equation that is entered.
+    """Returns the programs that compute an equation's results.
 
     These are all of its programs, except for the condition of a `while`, which only
     decides whether the loop goes on.
@@ -73,9 +73,9 @@ def result_programs(eqn: JaxprEqn) -> list[AnyJaxpr]:
 
 
 def first_inner_operand(eqn: JaxprEqn) -> int:
-    """The position of the first operand that is passed to the `result_programs`.
+    """Returns the position of the first operand that the `result_programs` get.
 
-    Each of these programs gets this operand and all after it. The operands before it
+    Each of these programs gets that operand and all after it. The operands before it
     are the index of a `cond`, or the constants of a `while` loop's condition.
     """
     n_arguments = len(open_jaxpr(result_programs(eqn)[0]).invars)
@@ -83,7 +83,7 @@ def first_inner_operand(eqn: JaxprEqn) -> int:
 
 
 def carry_positions(eqn: JaxprEqn) -> range:
-    """The positions of a loop's carry among its operands; empty for other equations.
+    """Returns the positions of a loop's carry among its operands; empty if no loop.
 
     The operands of a `scan` are its constants, its carry and the arrays that it scans.
     Those of a `while` are the constants of its condition, those of its body, and its
@@ -99,15 +99,17 @@ def carry_positions(eqn: JaxprEqn) -> range:
 
 
 def producers_in(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """Maps each result of some equations to the equation that computes it, in order."""
+    """Returns each result with its producer, the equation that computes it, in order."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def needed_for(values: Iterable[Any], producers: Mapping[Var, JaxprEqn]) -> set[Var]:
     """Returns the variables among `values`, and all that they are computed from.
 
-    `producers` is what `producers_in` returns for the equations to look through. A
-    variable that none of them computes is where the search ends.
+    Args:
+      values: variables, and literals, which are ignored.
+      producers: what `producers_in` returns for the equations to look through. The
+        search ends at variables that have no producer there.
     """
     needed: set[Var] = set()
     unvisited = variables(values)

@@ -1,8 +1,9 @@
 """Which equations are products, which are cheap, and how much they compute.
 
-A *product* in this package is a matrix product or a convolution that sums. Inner
-products do not count, not even a batch of them: every axis of their operands is summed
-over or is a batch axis. Nor do outer products count, because they sum nothing.
+A *product* in this package is a matrix product or a convolution that sums. An outer
+product does not count, because it sums nothing. Nor does an inner product, or a batch
+of them: every axis of its operands is summed over or is a batch axis, so it multiplies
+each number only once.
 
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms
@@ -30,7 +31,9 @@ def is_product(eqn: JaxprEqn) -> bool:
     An inner product is not, whether it returns a single number, or one for each index
     of a batch.
     """
-    if Trait.PRODUCT not in traits(eqn) or multiplies_once(eqn):
+    if Trait.PRODUCT not in traits(eqn):
+        return False
+    if count_terms(eqn) == 1:  # it sums nothing
         return False
     if Trait.OUTER not in traits(eqn):
         return True
@@ -41,7 +44,7 @@ def is_product(eqn: JaxprEqn) -> bool:
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes so little time that it may be computed more than once.
+    """Whether an equation may be computed again instead of storing its results.
 
     Its operation must be `CHEAP`, and all equations in the programs that it holds must
     be cheap in turn. A product is not cheap. Nor is an equation with effects, because
@@ -57,15 +60,10 @@ def _is_cheap_program(program: AnyJaxpr) -> bool:
     return all(map(is_cheap, open_jaxpr(program).eqns))
 
 
-def multiplies_once(eqn: JaxprEqn) -> bool:
-    """Whether each result of a product is one number times another, with no sum."""
-    return count_terms(eqn) == 1
-
-
 def asks_for_highest(eqn: JaxprEqn) -> bool:
-    """Whether a product asks for HIGHEST precision or for a specific algorithm.
+    """Whether a product has HIGHEST precision or an algorithm, so must not be changed.
 
-    The request may come from the call or from the default precision around it. In the
+    Either may come from the call or from the default precision around it. In the
     equation, JAX stores a precision as a pair, with one entry per operand, and an
     algorithm as a single object.
     """
