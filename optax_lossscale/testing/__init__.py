@@ -34,7 +34,8 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 #
 # Each check is a function that returns the text of an error, or "" if it finds nothing.
 # An assertion raises the first text that is not empty, since one mistake often causes
-# what several checks find.
+# what several checks find. So a new check goes into `_first_fault` or
+# `assert_survives_overflow`, before the checks that may find consequences of its fault.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

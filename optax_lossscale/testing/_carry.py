@@ -46,8 +46,9 @@ from optax_lossscale.testing._trial import Trial
 # Maps outputs to the arguments that they are new values of
 Carry = dict[Path, Path]
 
-# Three thresholds for the change of an argument and the change of an output that it
-# causes, all chosen.
+# Three thresholds compare the change of an argument and the change of an output that it
+# causes. All are chosen.
+
 # The cosine of the angle between the two, here 60 degrees
 _MIN_COSINE = 0.5
 # The result of `_similarity`. A moving average that keeps the share d of its old value

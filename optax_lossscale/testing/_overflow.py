@@ -61,8 +61,8 @@ def assert_survives_overflow(
 
     The batch is assumed to be the first array of floats among the arguments that is not
     passed on, leaving out single numbers. So let constants, such as class weights, come
-    after the batch. If there is no such array, as with a batch of tokens, no NaN is
-    tried.
+    after the batch. (JAX orders dicts and keyword arguments by name.) If there is no
+    such array, as with a batch of tokens, no NaN is tried.
 
     The step is run on copies of its arguments: with loss scales at which gradients
     overflow, up to infinity; with a NaN in the batch; and twice for each argument that

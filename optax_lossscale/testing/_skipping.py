@@ -135,7 +135,8 @@ One of these is the reason:
 _NOT_ADAPTED = """\
 Gradients overflow, and the loss scale comes back as it was given, or as it was at first. So the
 next step overflows, too. One of these is the reason:
-- The step returns another state than the one that it makes: return the state with its loss scale.
+- The step returns an older state or loss scale. Instead, return the state with its loss scale, as
+  tx.apply_gradients or tx.minimize returned it.
 - The loss itself is not finite where gradients overflow, so the loss scale does not fall. A step
   of SAM is an example, as it computes its second loss from the first gradient. As value=, pass a
   loss that is finite there, such as SAM's first one, or nothing."""

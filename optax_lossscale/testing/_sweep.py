@@ -1,10 +1,11 @@
 """A sweep runs a step at falling loss scales and collects its outputs.
 
 It begins at the highest loss scale at which the step is applied, or at 2**30 if the
-step computes in a dtype of wide range. From there, it divides the scale by 4 and by 8
-in turn. Multiplying a float by a power of two changes only its exponent, unless the
-float overflows or underflows. Apart from that, no digit of a correct step's gradients
-depends on the scale.
+step computes in a dtype of wide range, such as float32. From there, it divides the
+scale by 4 and by 8 in turn: a float16 step that is applied up to 2**15 is run at 2**15,
+2**13, 2**10, 2**8 and so on. Multiplying a float by a power of two changes only its
+exponent, unless the float overflows or underflows. Apart from that, no digit of a
+correct step's gradients depends on the scale.
 """
 
 import bisect
@@ -33,11 +34,11 @@ _WIDE_EXPONENT = 90
 _START_EXPONENT = 30
 # By how much two runs at the same loss scale may differ, relative to an output. Chosen.
 _MAX_NOISE = 0.01
-# The largest change, relative to an output, that is put down to rounding. Chosen: it is
-# about 8 times 2**-23, the distance of 1 to the next float32 number.
+# The largest change that rounding explains, relative to an output. Chosen: it is about
+# 8 times 2**-23, the distance of 1 to the next float32 number.
 _ROUNDING = 1e-6
-# The largest change that is put down to noise, relative to the difference of two runs
-# at the same loss scale. Chosen.
+# The largest change that noise explains, relative to the difference of two runs at the
+# same loss scale. Chosen.
 _NOISE_FACTOR = 8
 
 
@@ -60,11 +61,15 @@ class Sweep(NamedTuple):
     underflowed: Arrays
 
     def noise(self, path: Path) -> np.ndarray:
-        """Computes by how much an output differs between equal runs, as a norm."""
+        """Computes the norm of the difference between two runs at one loss scale."""
         return norm(difference(self.outputs[path][0], self.repeated[path]))
 
     def tolerance(self, path: Path, x: np.ndarray) -> np.ndarray:
-        """Computes the largest change from `x` that rounding and noise explain."""
+        """Computes the largest change from `x` that rounding and noise explain.
+
+        `x` has the values of the output at one or more loss scales, of shape
+        (…, numbers). The result is a norm for each of them, of shape (…).
+        """
         return np.maximum(_ROUNDING * norm(x), _NOISE_FACTOR * self.noise(path))
 
 
