@@ -149,7 +149,7 @@ class Experiment:
     def trial_with_nan(self, path: Path) -> Trial:
         """Runs the step with a NaN in one of the arrays among its arguments."""
         values = self.floats[path].copy()
-        values.flat[0] = np.nan
+        values.flat[:1] = np.nan  # also of an empty array, which has no first number
         return self.trial(self.loss_scale, {path: values})
 
     def trial_at(self, exponent: float) -> Trial:
