@@ -13,7 +13,8 @@ for the new value of an argument by one of four rules. The first two match singl
 arrays:
 
 1. The output changes much as the argument does, has its size, and has a similar place
-   in its tree. Losses and predictions seldom do. An autoencoder's prediction may.
+   in its tree. Losses and predictions seldom do. A loss that an argument multiplies
+   may, and so may an autoencoder's prediction.
 2. The output depends on the argument in the same position, has its size, and is not
    changed by an overflow. An example is the hidden state of a recurrent layer: the
    layer may rotate it, so that the two changes are not alike.

@@ -68,7 +68,8 @@ def assert_survives_overflow(
     overflow, up to infinity; with a NaN in the batch; and twice for each argument that
     holds floats, with small changes to it, which show what the step passes on. An
     output that changes much as an argument does counts as its new value. If it is not,
-    like the output of an autoencoder, list it in `ignore`.
+    list it in `ignore`. Examples are an autoencoder's prediction, and a loss that is
+    multiplied by a weight, if that weight is an array among the arguments.
 
     If the step raises an error at an infinite loss scale that adapts, that run is left
     out. Any other error of the step is passed on.

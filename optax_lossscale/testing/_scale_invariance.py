@@ -277,7 +277,9 @@ def _master_weights_lost(
     """Reports float32 master weights that do not round to the float16 parameters.
 
     Nothing says which weights belong to which parameter. So they are compared with each
-    float16 array of the same size in the carry, and one of these has to match.
+    float16 array of the same size in the carry, and one of these has to match. With
+    bfloat16, the state holds only the 16 bits that a parameter lacks, which fit any
+    parameter.
     """
     outputs = highest.outputs
     sizes = {path: x.size for path, x in highest.output_fingerprints.items()}

@@ -3,8 +3,8 @@
 A training step may report in two ways whether it was applied. It may return a state
 with the flag `should_apply`. Or it may return its loss scale, which usually adapts
 differently after a skipped step than after an applied one: `DynamicLossScale`, for
-instance, backs off only after a skipped step. A step that returns neither is called
-silent, and counts as applied.
+instance, backs off only after a skipped step. A step that returns neither, or only a
+fixed loss scale, is called silent, and counts as applied.
 """
 
 import dataclasses
