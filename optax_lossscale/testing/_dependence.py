@@ -33,14 +33,14 @@ _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
 # rounding in float16 may cause any slopes, but hardly ever three in a row this close.
 _SLOPE_TOLERANCE = 0.02
 # How many exponents below the highest loss scale the outputs of a float16 step are
-# compared. It is half of the 40 exponents that float16 has between overflow, at 2**16,
-# and zero, below 2**-24. If the largest gradient nearly overflows at the highest scale,
-# only those 2**20 times smaller become zero down to here.
+# compared. Chosen: it is half of the 40 exponents between overflow, at 2**16, and the
+# smallest float16 number, 2**-24. If the largest gradient nearly overflows at the
+# highest scale, only those more than 2**20 times smaller become zero down to here.
 _REACH = 20
 # A change between two neighbouring scales may be caused by underflow if it is at most
 # this share of the output's largest change between lower scales. The rounding errors of
 # numbers that underflow grow 4 or 8 times from one scale of a sweep to the next, so a
-# share of 1/4 is to be expected. Chosen, with room for chance.
+# share of about 1/4 is to be expected. Chosen, with room for chance.
 _UNDERFLOW_SHARE = 2 / 3
 
 
