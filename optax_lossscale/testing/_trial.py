@@ -65,7 +65,7 @@ class Trial:
 
     @functools.cached_property
     def applied_flags(self) -> np.ndarray:
-        """Whether the step was applied, according to each state or loss scale; (n,).
+        """Whether the step was applied, by each state or loss scale; bool, shape (n,).
 
         A returned state has one flag per replica: its `should_apply`, or False if its
         loss scale shows that the step was skipped. Without states, each loss scale has
