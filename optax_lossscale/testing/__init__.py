@@ -1,13 +1,20 @@
 """Assertions about training steps, for your own tests.
 
-Each assertion gets a training step and arguments for it, as in
-`assert_scale_invariant(train_step, params, state, batch)`. If the step is wrong, the
-assertion raises an `AssertionError` that explains the mistake, names the outputs or
-source lines concerned, and suggests a fix.
+Call each one with the step that you train with, its initial arguments and a small
+batch, for example in a test for pytest::
+
+    def test_train_step():
+        ols.testing.assert_scale_invariant(train_step, params, state, batch)
+        ols.testing.assert_survives_overflow(train_step, params, state, batch)
+        ols.testing.assert_computes_in(train_step, jnp.float16, params, state, batch)
+
+If the step is wrong, the assertion raises an `AssertionError` that explains the
+mistake, names the outputs or source lines concerned, and suggests a fix.
 
 - `assert_scale_invariant` finds outputs that depend on the loss scale, for example
-  because the gradients were never scaled.
-- `assert_survives_overflow` finds what a skipped step changes by mistake.
+  because the gradients were never scaled. It needs a loss scale that adapts.
+- `assert_survives_overflow` finds what a skipped step changes by mistake, for example
+  batch statistics. It also accepts a fixed loss scale, or None, as in bfloat16.
 - `assert_computes_in` finds matrix products and convolutions in another dtype than you
   meant, for example because one input is in float32.
 """
@@ -15,15 +22,20 @@ source lines concerned, and suggests a fix.
 # `assert_computes_in` reads the step's traced program, and runs nothing.
 #
 # The other two treat the step as a black box. An experiment (`_experiment.py`) runs it
-# at other loss scales and with perturbed arguments. Each run is a trial (`_trial.py`);
-# from its outputs, a trial can usually tell whether the step was skipped.
-# - If it was skipped, the loss scale must adapt (`_skipping.py`), and whatever the step
-#   passes on to the next step (`_carry.py`) must stay as it was.
+# at other loss scales and with perturbed arguments. Each run is a trial (`_trial.py`),
+# whose outputs usually show whether the step was skipped.
+# - If it was skipped, the loss scale must adapt (`_skipping.py`). The carry, that is,
+#   whatever the step passes on to the next step (`_carry.py`), must stay as it was.
 # - If it was applied, the outputs must be the same at all loss scales, except where
-#   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales, and
-#   `_dependence.py` finds differences that underflow does not explain.
+#   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales,
+#   and `_dependence.py` finds differences that underflow does not explain.
 # `assert_scale_invariant` checks both. `assert_survives_overflow` checks skipped steps
 # only. It also checks that devices hold equal copies, and that the state comes back.
+#
+# Each check is a function that returns the text of an error, or "" if it finds nothing.
+# An assertion raises the first text that is not empty, since one mistake often causes
+# what several checks find. So a new check goes into `_first_fault` or
+# `assert_survives_overflow`, before the checks that may find consequences of its fault.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

@@ -13,7 +13,8 @@ for the new value of an argument by one of four rules. The first two match singl
 arrays:
 
 1. The output changes much as the argument does, has its size, and has a similar place
-   in its tree. This excludes losses and predictions.
+   in its tree. Losses and predictions seldom do. A loss that an argument multiplies
+   may, and so may an autoencoder's prediction.
 2. The output depends on the argument in the same position, has its size, and is not
    changed by an overflow. An example is the hidden state of a recurrent layer: the
    layer may rotate it, so that the two changes are not alike.
@@ -27,6 +28,9 @@ sizes in the same places:
    an optimizer. An example is an average of parameters whose first update replaces it
    by a copy of them. That output does not depend on the old average, so rules 1 and 2
    do not find it.
+
+A wrong match makes an assertion reject a correct step, until the user lists the output
+in `ignore`. A missing match makes it accept a wrong step.
 """
 
 from collections import defaultdict
@@ -40,12 +44,21 @@ from optax_lossscale.testing._experiment import RESULT, Experiment
 from optax_lossscale.testing._numbers import Fingerprint, Path, difference, equal, norm
 from optax_lossscale.testing._trial import Trial
 
-Carry = dict[Path, Path]  # maps outputs to the arguments that they are new values of
+# Maps outputs to the arguments that they are new values of
+Carry = dict[Path, Path]
 
-# Thresholds for the change of an argument and the change of an output that it causes
-_MIN_COSINE = 0.5  # of the angle between the two
-_MIN_SIMILARITY = 0.1  # low, because a moving average follows only part of a change
-_MIN_DEPENDENCE = 1e-4  # the ratio of their norms; a smaller one may come from rounding
+# Three thresholds compare the change of an argument and the change of an output that it
+# causes. All are chosen.
+
+# The cosine of the angle between the two, here 60 degrees
+_MIN_COSINE = 0.5
+# The result of `_similarity`. A moving average that keeps the share d of its old value
+# has 2d / (1 + d²), which is above 0.1 for each d from 0.06 on.
+_MIN_SIMILARITY = 0.1
+# The ratio of their norms. Rounding in float32 changes a number by up to 2**-24 of it,
+# which is 1e-6 of the change by about 2**-4 that an argument undergoes. This is 100
+# times as much.
+_MIN_DEPENDENCE = 1e-4
 
 
 class Score(NamedTuple):
@@ -54,7 +67,7 @@ class Score(NamedTuple):
     Scores compare by depth first: where longer paths match, more of their keys agree.
 
     Attributes:
-      depth: the length of the shorter one of the two paths.
+      depth: the length of the shorter of the two paths.
       similarity: how similar the changes of the two are, from 0 to 1.
     """
 
@@ -62,15 +75,17 @@ class Score(NamedTuple):
     similarity: float
 
 
-_Scores = dict[tuple[Path, Path], Score]  # by the paths of an output and an argument
-_Structure = frozenset[tuple[Path, int]]  # the paths and sizes of all arrays in a tree
+# By the paths of an output and an argument
+_Scores = dict[tuple[Path, Path], Score]
+# The paths and sizes of all arrays in a tree
+_Structure = frozenset[tuple[Path, int]]
 
 
 def find_carry(experiment: Experiment) -> Carry:
     """Finds all outputs that are new values of arguments.
 
-    Raises a `ValueError` if there are none, and the step returns no loss scale and no
-    state of loss scaling either.
+    Raises a `ValueError` if there are none, and the step is silent: it returns neither
+    a loss scale nor a `LossScaleState`.
     """
     baseline = experiment.baseline
     scores = _scores(experiment.perturbed_pairs)
@@ -158,8 +173,8 @@ def _similarity(x: np.ndarray, y: np.ndarray) -> float:
     """Computes how similar two changes are: 2x·y / (x·x + y·y).
 
     The similarity is 1 for equal changes. For changes of equal norm, it is the cosine
-    of the angle between them. It is 0 if that cosine is not above `_MIN_COSINE`,
-    whatever the norms.
+    of the angle between them. It is 0 if the cosine is at most `_MIN_COSINE`, whatever
+    the norms.
     """
     dot = x @ y
     x_square = x @ x
@@ -192,8 +207,8 @@ def _is_in_position(output: Path, argument: Path, experiment: Experiment) -> boo
 
     Steps usually return their carry in the order of their arguments. So an output that
     depends on the argument in its position is taken for its new value, unless it is
-    computed from gradients. In that case an overflow would change it. Single numbers
-    are excluded, because they may be losses.
+    computed from gradients, as an overflow shows by changing it. Single numbers are
+    excluded, because they may be losses.
     """
     without_overflow = experiment.baseline.output_fingerprints[output]
     overflow_trial = experiment.overflow_trials[-1]
@@ -213,9 +228,9 @@ def _with_trees(
     For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
     their mean is in the carry, rule 3 adds their variance. If the step accepts and
     returns a second tree with the same structure, rule 4 adds that tree, unless one of
-    its outputs depends on the argument in its place. Rules 1 and 2 did not match the
-    two even so, and the output may be a prediction. A tree that holds an optimizer's
-    counts is added in any case.
+    its outputs depends on the argument in its place. Rules 1 and 2 compare such a pair,
+    and did not match it, so the output may be a prediction. A tree that holds an
+    optimizer's counts is added in any case.
     """
     outputs = experiment.baseline.output_fingerprints
     returned = {path: x for path, x in outputs.items() if path[0] == RESULT}
@@ -284,7 +299,7 @@ def _unmatched_trees(
     it is not clear which trees belong together.
     """
     outputs_by_structure = _by_structure(results, matched)
-    arguments_by_structure = _by_structure(arguments, set(matched.values()))
+    arguments_by_structure = _by_structure(arguments, matched.values())
     pairs = []
     for structure, argument_trees in arguments_by_structure.items():
         output_trees = outputs_by_structure[structure]

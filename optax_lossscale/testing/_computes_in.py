@@ -1,7 +1,11 @@
 """`assert_computes_in`: matrix products and convolutions compute in the intended dtype.
 
-The assertion reads the table that `dtype_report` makes of the traced step, and lists
-the products in it that are in another dtype.
+The assertion reads the products in the `dtype_report` of the step. A product like
+
+    float16→float32 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
+
+computes in float32, because one of its operands is float32. If `dtype` is float16, the
+error lists it.
 """
 
 from collections.abc import Callable
@@ -21,14 +25,19 @@ def assert_computes_in(
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may still compute in float32: a single
-    float32 input is enough, and the loss does not reveal it.
+    float32 input is enough. The loss does not reveal it, only the time that a step
+    takes. Put this assertion into your tests, so that they fail when a new layer or
+    input widens the products after it. The step is traced, but neither compiled nor
+    run, so shapes are enough.
 
-    The step is traced, but neither compiled nor run. The assertion checks every product
-    that `dtype_report` lists, with three exceptions: products of integers; products in
-    Optax's own optimizers, such as Muon; and products that are meant to stay wide,
-    because their `precision` is `jax.lax.Precision.HIGHEST` or an algorithm, or they
-    were traced under `jax.default_matmul_precision("highest")`. A default precision
-    under which the assertion itself is called exempts nothing: all products have it.
+    The assertion checks every product that `dtype_report` lists, except:
+
+    - products of integers,
+    - products in Optax's own optimizers, such as Muon, and
+    - products that are meant to stay wide, because their `precision` is
+      `jax.lax.Precision.HIGHEST` or an algorithm, or because your code computes them
+      under `jax.default_matmul_precision("highest")`. If you call the assertion itself
+      under such a default, it does not count, because it would exempt every product.
 
     Args:
       step: the training step, compiled or not, or any other function that JAX can
@@ -62,17 +71,17 @@ def assert_computes_in(
     validation.check_function("step", step)
     dtype = validation.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
-    judged = [product for product in report.products if _is_judged(product, dtype)]
-    if not judged:
+    checked = [product for product in report.products if _is_checked(product, dtype)]
+    if not checked:
         raise ValueError(
             "there is no matrix product or convolution to judge: pass the training "
             f"step, or the function that computes its gradients. This one has\n{report}"
         )
-    wrong = [product for product in judged if product.dtype != dtype]
+    wrong = [product for product in checked if product.dtype != dtype]
     if wrong:
         message = _WRONG.format(
             number=sum(product.count for product in wrong),
-            total=sum(product.count for product in judged),
+            total=sum(product.count for product in checked),
             dtype=dtype,
             rows="\n".join(rows_of(wrong, report)),
             source=wrong[0].source,
@@ -80,15 +89,14 @@ def assert_computes_in(
         raise AssertionError(message)
 
 
-def _is_judged(product: Operation, dtype: np.dtype) -> bool:
+def _is_checked(product: Operation, dtype: np.dtype) -> bool:
     """Whether the assertion requires a product to compute in `dtype`.
 
-    It does not if the product computes in another dtype by choice. A product that
-    computes in `dtype` counts as required to, whatever was chosen.
+    Products of integers need not, nor need those that have another dtype by choice.
     """
-    is_float = jnp.issubdtype(product.dtype, jnp.inexact)
-    is_exempt = product.by_choice and product.dtype != dtype
-    return is_float and not is_exempt
+    if product.by_choice:
+        return product.dtype == dtype
+    return jnp.issubdtype(product.dtype, jnp.inexact)
 
 
 _WRONG = """\

@@ -4,16 +4,21 @@ Multiplying the loss by a power of two changes no digit of a correct step's grad
 So its outputs are equal bit for bit at all loss scales at which nothing overflows or
 underflows. A step that overflows is skipped, and a sweep leaves it out. What remains is
 underflow, which becomes worse as the loss scale falls: each halving of the scale takes
-one more bit from the smallest gradients, and in time from larger ones, too.
+one more bit from the smallest gradients, and in time from larger ones, too. Of these
+three outputs of a float16 step, only the first is correct:
+
+    loss scale                    2**10     2**8     2**5     2**3
+    a gradient, in 1e-9           11.00    10.94    11.18     7.45
+    norm of scaled gradients        512      128       16        4
+    whether that norm is > 100     True     True    False    False
 
 An output of a wrong step shows one of two signs:
 
-- It is a linear function of a power of the loss scale. For example, a norm of scaled
-  gradients is proportional to the scale itself.
-- It changes too early: between two loss scales by more than two thirds of its largest
-  change between lower ones. Changes caused by underflow start small, and grow as the
-  scale falls. The exception is a number that underflow changes all at once, such as the
-  sign of a gradient.
+- It is a linear function of a power of the loss scale, as the norm is of the scale.
+- It changes too early, as the last row does: between two neighbouring loss scales by
+  more than two thirds of its largest change between lower ones. Changes caused by
+  underflow start small, and grow as the scale falls, as in the first row. The exception
+  is a number that underflow changes all at once, such as the sign of a gradient.
 """
 
 import numpy as np
@@ -21,16 +26,21 @@ import numpy as np
 from optax_lossscale.testing._numbers import Path, difference, norm
 from optax_lossscale.testing._sweep import Sweep
 
-_POWERS = (-1, 1, -2, 2, -0.5, 0.5)  # if an output follows several, the first counts
-# The largest relative difference of two neighbouring slopes on a straight line. Rounding
-# in float16 may cause any slopes, but three in a row are hardly ever this close.
+# The powers that a gradient, its square and its root follow if the gradient is divided
+# or multiplied by the loss scale. If an output follows several, the first counts.
+_POWERS = (-1, 1, -2, 2, -0.5, 0.5)
+# The largest relative difference of two neighbouring slopes on a straight line. Chosen:
+# rounding in float16 may cause any slopes, but hardly ever three in a row this close.
 _SLOPE_TOLERANCE = 0.02
-# How many exponents below the highest loss scale a float16 step is judged. Float16 has
-# 40 exponents between overflow and zero. If the largest gradient nearly overflows at
-# the highest scale, only those 2**20 times smaller become zero down to here.
+# How many exponents below the highest loss scale the outputs of a float16 step are
+# compared. Chosen: it is half of the 40 exponents between overflow, at 2**16, and the
+# smallest float16 number, 2**-24. If the largest gradient nearly overflows at the
+# highest scale, only those more than 2**20 times smaller become zero down to here.
 _REACH = 20
 # A change between two neighbouring scales may be caused by underflow if it is at most
-# this share of the output's largest change between lower scales.
+# this share of the output's largest change between lower scales. The rounding errors of
+# numbers that underflow grow 4 or 8 times from one scale of a sweep to the next, so a
+# share of about 1/4 is to be expected. Chosen, with room for chance.
 _UNDERFLOW_SHARE = 2 / 3
 
 
@@ -64,7 +74,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     """Finds outputs that change by more than underflow explains.
 
     If there is a loss scale at which all gradients underflow, only the scales within
-    `_REACH` of the highest are judged.
+    `_REACH` of the highest are compared.
 
     Returns:
       For each such output, the exponents of the two neighbouring loss scales between
@@ -95,7 +105,7 @@ def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
 
     A number underflows between two loss scales if, at the lower one only, it has the
     value that it has when all gradients underflow. An output that is a single number
-    never counts as underflowing, because it may be a flag that tells whether gradients
+    never counts as underflowing, because it may be a flag that says whether gradients
     are large.
     """
     before = sweep.outputs[path][:-1]

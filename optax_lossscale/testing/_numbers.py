@@ -4,9 +4,9 @@ The assertions compare the outputs of a step at different loss scales. The loss 
 itself is meant to differ, so `arrays_in` excludes it. Only its type counts: an array
 elsewhere that has the same value, a similar name or the same buffer is not excluded.
 
-Large arrays are not kept in full. `sample` keeps some of their numbers, to tell by how
-much an array changes, and `fingerprint` hashes all of them, to tell whether it changes
-at all.
+Large arrays are not kept in full, because an assertion keeps those of many runs.
+`sample` returns at most 2**16 of their numbers, to tell by how much an array changes,
+and `fingerprint` hashes all of them, to tell whether it changes at all.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Path = tuple[Any, ...]  # the keys that lead to a node of a tree, as JAX returns
 Arrays = dict[Path, np.ndarray]  # flat arrays by path
 
 _EXCLUDED = (LossScale, SkipRule)  # their state is meant to depend on overflows
-_MAX_SAMPLE = 2**16  # how many numbers of an array are kept, at most
+_MAX_SAMPLE = 2**16  # how many numbers of an array are kept, at most; 512 KiB
 
 
 def arrays_in(tree: Any) -> dict[Path, Any]:

@@ -1,7 +1,9 @@
 """How errors name and list a step's outputs, and how `ignore` refers to them.
 
 The name of an output is its path in the step's result, such as `result[0]['w']`. An
-argument that the step changes in place is an output, too, such as `args[1].mean`.
+argument that the step changes in place is an output, too, such as `args[1].mean`. So a
+user can copy a name from an error into `ignore="result[0]['w']"`. The name of a tree,
+such as `result[0]`, stands for all outputs in it.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,7 +24,7 @@ def without_ignored(
     ignore: str | Collection[str],
     outputs: Collection[Path],
 ) -> list[Path]:
-    """Returns the outputs without those that `ignore` names, singly or as a whole tree.
+    """Returns the outputs that `ignore` does not name, neither singly nor as a tree.
 
     Raises a `ValueError` that lists the outputs if a name in `ignore` matches none.
     """
@@ -48,9 +50,9 @@ def format_fault(
     outputs: Iterable[Path | str],
     remedy: str = "",
 ) -> str:
-    """Formats a title, a list of at most eight outputs, and a remedy.
+    """Formats the text of an error: a title, at most eight outputs, and a remedy.
 
-    Returns an empty string if there are no outputs.
+    Returns an empty string if there are no outputs, and so no fault.
     """
     names = [x if isinstance(x, str) else name_of(x) for x in outputs]
     if not names:

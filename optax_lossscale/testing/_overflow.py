@@ -5,8 +5,8 @@ overflow, and with a NaN in its batch. Then its carry, which is what the next st
 from it, such as parameters and moments, should come back unchanged. `_carry.py`
 explains how the carry is found.
 
-A function that reports a fault returns a description of it, or an empty string if there
-is no such fault.
+Each private function that reports a fault returns the text of the error, or an empty
+string if there is no such fault.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -40,28 +40,39 @@ def assert_survives_overflow(
 ) -> None:
     """Raises if an overflow, or a NaN in the batch, spoils what a step passes on.
 
-    A step whose gradients overflow must be skipped: the parameters, the optimizer's
-    state and all other arrays of floats that it passes on to the next step must stay as
-    they were, the state must count the skip, and the loss scale must adapt, unless it
-    is fixed. A step with a NaN in its batch must keep the same arrays if it is skipped.
-    If it is applied, for example because the NaN does not reach the loss, none of them
-    may become infinite or NaN. PRNG keys, Python numbers, integers outside the
-    optimizer's state, and outputs that are not passed on, such as the loss and norms
-    for a log, may change.
+    One bad step is enough to ruin a run: a NaN that gets into batch statistics, a
+    hidden state or an average of the parameters stays there. This assertion finds those
+    that are updated without `where_applied`, replicas of `shard_map` that drift apart,
+    and steps that are not skipped at all. Put it into your tests beside
+    `assert_scale_invariant`, with the same arguments.
 
-    This assertion finds batch statistics, hidden states and averages that are updated
-    without `where_applied`, replicas of `shard_map` that drift apart, and steps that
-    are not skipped at all. Put it into your tests beside `assert_scale_invariant`, with
-    the same arguments.
+    A step whose gradients overflow must be skipped:
+
+    - The parameters, the optimizer's state and all other arrays of floats that the step
+      passes on to the next step stay as they were.
+    - The state counts the skip.
+    - The loss scale adapts, unless it is fixed.
+
+    A step with a NaN in its batch must keep the same arrays if it is skipped. If it is
+    applied, for example because the NaN does not reach the loss, none of them may
+    become infinite or NaN. PRNG keys, Python numbers, integers outside the optimizer's
+    state, and outputs that are not passed on, such as the loss and norms for a log, may
+    change.
+
+    The batch is assumed to be the first array of floats among the arguments that is not
+    passed on, leaving out single numbers. So let constants, such as class weights, come
+    after the batch. (JAX orders dicts and keyword arguments by name.) If there is no
+    such array, as with a batch of tokens, no NaN is tried.
 
     The step is run on copies of its arguments: with loss scales at which gradients
-    overflow, up to infinity; with a NaN in the batch; and several times with small
-    changes, which show what the step passes on to the next step. The batch is assumed
-    to be the first array of floats among the arguments that is not passed on, leaving
-    out single numbers. So let constants, such as class weights, come after the batch.
-    If there is no such array, as with a batch of tokens, no NaN is tried. If the step
-    raises an error at an infinite loss scale that adapts, it is judged by the other
-    runs alone. Any other error of the step is passed on.
+    overflow, up to infinity; with a NaN in the batch; and twice for each argument that
+    holds floats, with small changes to it, which show what the step passes on. An
+    output that changes much as an argument does counts as its new value. If it is not,
+    list it in `ignore`. Examples are an autoencoder's prediction, and a loss that is
+    multiplied by a weight, if that weight is an array among the arguments.
+
+    If the step raises an error at an infinite loss scale that adapts, that run is left
+    out. Any other error of the step is passed on.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -79,9 +90,11 @@ def assert_survives_overflow(
       AssertionError: if an overflow or a NaN changes what is passed on to the next
         step, if the skip is not counted or the loss scale not adapted, or if replicas
         differ. The error names the outputs concerned, if any, and suggests a fix.
-      ValueError: if the arguments hold no loss scale, or several; if the step passes
-        neither an array of floats nor a loss scale on to the next step; or if `ignore`
-        names something that is not an output.
+      ValueError: if the arguments hold no loss scale, or several.
+      ValueError: if the step passes neither an array of floats nor a loss scale on to
+        the next step. Let it return its new parameters and state.
+      ValueError: if `ignore` names something that is not an output. The error lists the
+        outputs.
       TypeError: if the arguments are traced, or the step has an argument named
         `ignore` that is not bound.
 
@@ -99,6 +112,9 @@ def assert_survives_overflow(
       Traceback (most recent call last):
           ...
       AssertionError: the step does not survive an overflow, or its devices drift apart. At...
+
+      The error names `result[1]`, the mean. Instead of it, a correct step returns
+      `ols.where_applied(state, 0.9 * mean + 0.1 * jnp.mean(x), mean)`.
     """
     check_keywords(step, ["ignore"], args)
     experiment = Experiment("assert_survives_overflow", step, args, kwargs)
@@ -108,34 +124,35 @@ def assert_survives_overflow(
     outputs = without_ignored(ignore, baseline.outputs)
     floats = within(carry, outputs, experiment.floats)
     counts = within(carry, outputs, experiment.counts)
-    judged = floats | counts
+    checked = floats | counts
     fault = (
         _state_not_returned(experiment)
         or _replicas_diverge(baseline, floats)
         or scale_not_adapted(overflow_trials)
-        or carry_not_kept(experiment.possibly_skipped, judged)
+        or carry_not_kept(experiment.possibly_skipped, checked)
         or _skip_not_counted(overflow_trials)
         or overflow_applied(experiment, baseline, floats)
-        or _nan_not_skipped(experiment, carry, judged)
+        or _nan_not_skipped(experiment, carry, checked)
     )
     if fault:
         raise AssertionError(f"{_HEADLINE} {fault}")
 
 
 def _state_not_returned(experiment: Experiment) -> str:
-    """Reports a step that gets a state of loss scaling, but returns none."""
-    is_returned = bool(experiment.baseline.states)
-    return _NOT_RETURNED if experiment.has_state and not is_returned else ""
+    """Reports a step that accepts a `LossScaleState`, but returns none."""
+    if experiment.has_state and not experiment.baseline.states:
+        return _NOT_RETURNED
+    return ""
 
 
-def _replicas_diverge(trial: Trial, judged: Carry) -> str:
+def _replicas_diverge(trial: Trial, checked: Carry) -> str:
     """Reports outputs and loss scales whose copies differ between devices.
 
-    Outputs that are not judged, such as each device's own loss, may differ. Loss scales
-    may not: they are not among `trial.outputs`, and their copies must always agree.
+    Outputs that are not in `checked`, such as each device's own loss, may differ. Loss
+    scales, which are not among `trial.outputs`, may not.
     """
     diverged = [
-        path for path in trial.diverged if path in judged or path not in trial.outputs
+        path for path in trial.diverged if path in checked or path not in trial.outputs
     ]
     return format_fault(_DIVERGED, diverged, _DIVERGED_REMEDY)
 
@@ -151,14 +168,14 @@ def _skip_not_counted(overflow_trials: Iterable[Trial]) -> str:
 def _nan_not_skipped(
     experiment: Experiment,
     carry: Carry,
-    judged: Carry,
+    checked: Carry,
 ) -> str:
     """Reports a NaN in the batch that changes the carry, or makes replicas diverge."""
     batch = _batch_in(experiment, carry)
     if batch is None:
         return ""
     trial = experiment.trial_with_nan(batch)
-    changed = changed_outputs(trial, judged)
+    changed = changed_outputs(trial, checked)
     if not trial.was_skipped:
         # Applying the step may be right: perhaps the NaN did not reach the loss, or
         # reached only one of several updates that the step makes. Then an output may
@@ -166,7 +183,7 @@ def _nan_not_skipped(
         changed = [path for path in changed if not is_finite(trial.outputs[path])]
     title = _CHANGED_BY_NAN.format(name=name_of(batch))
     changed_fault = format_fault(title, changed, KEEP_REMEDY)
-    return _replicas_diverge(trial, judged) or changed_fault
+    return _replicas_diverge(trial, checked) or changed_fault
 
 
 def _batch_in(experiment: Experiment, carry: Carry) -> Path | None:

@@ -1,15 +1,15 @@
 """`assert_scale_invariant`: only the loss scale itself may depend on the loss scale.
 
-The assertion looks at the step in three situations:
+The step is run in three situations, in which a correct step does the following:
 
 - At falling loss scales, from a high one at which the step is applied, each output
-  should stay the same.
-- At loss scales at which gradients overflow, the step should be skipped.
-- At a step at which the loss scale grows, the outputs should be the same as at one that
+  stays the same.
+- At loss scales at which gradients overflow, the step is skipped.
+- At a step at which the loss scale grows, the outputs are the same as at one that
   begins with the same scale, but at which it does not grow.
 
-It also checks that the float32 weights of `with_master_weights` match the float16
-parameters.
+The float32 weights of `with_master_weights` are also compared with the float16
+parameters, which must be what these weights round to.
 
 `_first_fault` looks for one kind of fault after the other and reports only the first,
 because it may have caused the others.
@@ -50,8 +50,14 @@ from optax_lossscale.testing._sweep import (
 )
 from optax_lossscale.testing._trial import Trial
 
-_MIN_APPLIED = 8  # the least number of loss scales at which the step must be applied
-_MAX_STEPS_TO_GROWTH = 100_000  # how far ahead to look for a growth of the loss scale
+# The least number of the 13 loss scales of a sweep at which the step must be applied.
+# Chosen: `powers_followed` compares 4 neighbours, and a change at a high scale is
+# explained by changes at lower ones.
+_MIN_APPLIED = 8
+# How many steps ahead to look for a growth of the loss scale. Chosen: it is 50 times
+# the 2000 steps between two growths of a `DynamicLossScale`.
+_MAX_STEPS_TO_GROWTH = 100_000
+# The field of a `MasterWeightsState`, as a key in the paths of its arrays
 _MASTER_WEIGHTS = GetAttrKey("master_weights")
 
 
@@ -71,17 +77,21 @@ def assert_scale_invariant(
     gradients. Put this assertion into your tests, with the step that you train with,
     its initial state and a small batch.
 
-    The step is run about 35 times on copies of its arguments. At falling loss
-    scales, all powers of two, the assertion looks for outputs that follow a power of
-    the scale, or that change in a way that underflow does not explain. At an infinite
-    loss scale, it looks for a step that is not skipped. Where the loss scale grows, it
-    looks for gradients that are unscaled by the new scale instead of the old one.
+    The step is run about 35 times on copies of its arguments:
+
+    - At falling loss scales, all powers of two, the assertion looks for outputs that
+      follow a power of the scale, such as a norm of scaled gradients, or that change in
+      a way that underflow does not explain.
+    - At an infinite loss scale, it looks for a step that is not skipped. If the step
+      raises an error there, that run is left out. Any other error of the step is passed
+      on.
+    - Where the loss scale grows, it looks for gradients that are unscaled by the new
+      scale instead of the old one.
 
     The outputs are all numbers and bools that the step returns or changes in place,
     except for the loss scale, also where `metrics` returns it, and the state of a skip
     rule. In an array of more than 2**16 numbers, a regular sample is compared between
-    loss scales. If the step raises an error at an infinite loss scale, it is judged by
-    the other runs alone. Any other error of the step is passed on.
+    loss scales.
 
     Args:
       step: the training step. Compile it: without `jax.jit`, the assertion took 3
@@ -101,12 +111,17 @@ def assert_scale_invariant(
         skipped, the loss scale does not adapt, or master weights are lost. The error
         names the outputs concerned, if any, gives the reason, and suggests a fix. If
         there are several faults, it reports only the first.
-      ValueError: if the arguments hold no loss scale, or several; if the loss scale is
-        a `FixedLossScale`, which compiled steps hold as a constant; if the step is
-        skipped at nearly every loss scale and returns numbers that are not finite; if
-        two runs at the same loss scale differ by more than 1%; if the step passes
-        neither an array of floats nor a loss scale on to the next step; or if `ignore`
-        names something that is not an output.
+      ValueError: if the arguments hold no loss scale, or several.
+      ValueError: if the loss scale is a `FixedLossScale`, which compiled steps hold as
+        a constant. Test the step with one that adapts, such as `DynamicLossScale()`.
+      ValueError: if the step is skipped at nearly every loss scale and returns numbers
+        that are not finite. `diagnose` says where they appear.
+      ValueError: if two runs at the same loss scale differ by more than 1%, for example
+        because the step draws random numbers by itself. Pass it a PRNG key instead.
+      ValueError: if the step passes neither an array of floats nor a loss scale on to
+        the next step. Let it return its new parameters and state.
+      ValueError: if `ignore` names something that is not an output. The error lists the
+        outputs.
       TypeError: if the arguments are traced, or the step has an argument named
         `ignore` that is not bound.
 
@@ -124,6 +139,9 @@ def assert_scale_invariant(
       Traceback (most recent call last):
           ...
       AssertionError: the step depends on the loss scale, or is wrong in another way. With...
+
+      The loss was never multiplied by the loss scale. Instead of `jax.value_and_grad`,
+      a correct step calls `ols.value_and_scaled_grad(loss_fn, state)(params, x)`.
     """
     check_keywords(step, ["ignore"], args)
     experiment = Experiment("assert_scale_invariant", step, args, kwargs)
@@ -131,7 +149,7 @@ def assert_scale_invariant(
         raise ValueError(
             "a FixedLossScale cannot be varied, because compiled steps hold it as a "
             "constant. (A number or None stands for one.) Test the step with a loss "
-            "scale that adapts, such as DynamicLossScale(). The rest is the same"
+            "scale that adapts: with_loss_scale(optimizer, DynamicLossScale())"
         )
     fault = _first_fault(experiment, ignore)
     if fault:
@@ -139,10 +157,10 @@ def assert_scale_invariant(
 
 
 def _first_fault(experiment: Experiment, ignore: str | Collection[str]) -> str:
-    """Describes the first fault of a step; returns an empty string if there is none.
+    """Returns the text of the error for the first fault, or "" if there is none.
 
-    The description names the outputs concerned, gives the reason, and suggests a fix.
-    Each function below that reports a fault returns the same.
+    The text names the outputs concerned, gives the reason, and suggests a fix. Each
+    function below that reports a fault returns such a text, or "".
     """
     trials = trials_at_falling_scales(experiment)
     overflow_trials = experiment.overflow_trials
@@ -191,8 +209,9 @@ def _rarely_applied(experiment: Experiment, trials: Sequence[Trial]) -> str:
 def _is_from_gradients(path: Path, trials: Iterable[Trial]) -> bool:
     """Whether an output is computed from gradients, as trials at several scales show.
 
-    Such an output differs between trials: it is not updated where gradients overflow.
-    One that never differs, such as the mean of a batch, is not computed from gradients.
+    Such an output differs between trials, because it is not updated where gradients
+    overflow. One that never differs, such as the mean of a batch, is computed without
+    them.
     """
     fingerprints = [trial.output_fingerprints for trial in trials]
     distinct = {x[path] for x in fingerprints if path in x}
@@ -217,7 +236,8 @@ def _still_scaled(
     highest: Trial,
 ) -> str:
     """Reports outputs that are computed from scaled gradients."""
-    # A change in a silent step may only mean that the step was skipped.
+    # If the step is silent, that is, if it returns neither a loss scale nor a
+    # `LossScaleState`, a change may only mean that the step was skipped.
     changes = {} if highest.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
@@ -256,8 +276,10 @@ def _master_weights_lost(
 ) -> str:
     """Reports float32 master weights that do not round to the float16 parameters.
 
-    It is not known which weights belong to which parameter. So they are compared with
-    each float16 array of the same size in the carry, and one of these has to match.
+    Nothing says which weights belong to which parameter. So they are compared with each
+    float16 array of the same size in the carry, and one of these has to match. With
+    bfloat16, the state holds only the 16 bits that a parameter lacks, which fit any
+    parameter.
     """
     outputs = highest.outputs
     sizes = {path: x.size for path, x in highest.output_fingerprints.items()}

@@ -1,11 +1,12 @@
 """Checks of a step at loss scales so large that gradients overflow.
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
-its carry as it was. At an infinite loss scale all gradients but zeros overflow. A step
-that is applied even there ignores its loss scale, hides infinities from the check,
-checks nothing, or has gradients that are all zero.
+its carry, that is, of what it passes on to the next step, as it was. At an infinite
+loss scale all gradients but zeros overflow. A step that is applied even there does not
+multiply by its loss scale, replaces infinities before they are checked, checks nothing,
+or has gradients that are all zero.
 
-A function that reports a fault returns a description of it, which names the outputs
+A function that reports a fault returns the text of the error, which names the outputs
 concerned and suggests a fix. If there is no such fault, it returns an empty string.
 """
 
@@ -32,7 +33,7 @@ def scale_not_adapted(overflow_trials: list[Trial]) -> str:
 
 
 def _is_reset(first: Trial, last: Trial) -> bool:
-    """Whether two skipped steps return the same loss scale, but should not."""
+    """Whether two skipped steps return equal loss scales that should be different."""
     are_skipped = first.was_skipped and last.was_skipped
     if_first_skipped, _ = first.adjusted
     if_last_skipped, _ = last.adjusted
@@ -42,7 +43,7 @@ def _is_reset(first: Trial, last: Trial) -> bool:
 
 
 def _keeps_scale(trial: Trial) -> bool:
-    """Whether a step returns the loss scale that it was given, though it should adapt."""
+    """Whether a step returns the loss scale that it was given, but should adapt it."""
     if_skipped, if_applied = trial.adjusted
     expected = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
     return trial.returns_only(trial.loss_scale) and trial.loss_scale not in expected
@@ -51,8 +52,8 @@ def _keeps_scale(trial: Trial) -> bool:
 def carry_not_kept(trials: Iterable[Trial], carry: Carry) -> str:
     """Reports a skipped step that changes its carry.
 
-    A silent step does not tell whether it was skipped, but at an infinite loss scale it
-    should have been.
+    A silent step, which returns neither a loss scale nor a `LossScaleState`, does not
+    show whether it was skipped. At an infinite loss scale it should have been.
     """
     for trial in trials:
         should_be_skipped = trial.is_silent and trial.is_infinite
@@ -76,7 +77,7 @@ def changed_outputs(trial: Trial, carry: Carry) -> list[Path]:
 def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) -> str:
     """Reports a step that is applied at an infinite loss scale.
 
-    A step that raises an error at an infinite loss scale is not judged.
+    A step that raises an error at an infinite loss scale passes this check.
 
     Args:
       experiment: runs the step.
@@ -96,7 +97,7 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
 
 
 def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
-    """Whether the step may be correct although it does not overflow at infinity.
+    """Whether the step may be correct although it is applied at an infinite loss scale.
 
     A step with a fixed loss scale of 1 may omit the multiplication by it. If such a
     step is skipped when a parameter or another argument in the carry holds a NaN, it
@@ -134,7 +135,8 @@ One of these is the reason:
 _NOT_ADAPTED = """\
 Gradients overflow, and the loss scale comes back as it was given, or as it was at first. So the
 next step overflows, too. One of these is the reason:
-- The step returns another state than the one that it makes: return the state with its loss scale.
+- The step returns an older state or loss scale. Instead, return the state with its loss scale, as
+  tx.apply_gradients or tx.minimize returned it.
 - The loss itself is not finite where gradients overflow, so the loss scale does not fall. A step
   of SAM is an example, as it computes its second loss from the first gradient. As value=, pass a
   loss that is finite there, such as SAM's first one, or nothing."""

@@ -1,10 +1,11 @@
 """A sweep runs a step at falling loss scales and collects its outputs.
 
 It begins at the highest loss scale at which the step is applied, or at 2**30 if the
-step computes in a dtype of wide range. From there, it divides the scale by 4 and by 8
-in turn. Multiplying a float by a power of two changes only its exponent, unless the
-float overflows or underflows. Apart from that, no digit of a correct step's gradients
-depends on the scale.
+step computes in a dtype of wide range, such as float32. From there, it divides the
+scale by 4 and by 8 in turn: a float16 step that is applied up to 2**15 is run at 2**15,
+2**13, 2**10, 2**8 and so on. Multiplying a float by a power of two changes only its
+exponent, unless the float overflows or underflows. Apart from that, no digit of a
+correct step's gradients depends on the scale.
 """
 
 import bisect
@@ -17,32 +18,41 @@ from optax_lossscale.testing._numbers import Arrays, Path, difference, norm
 from optax_lossscale.testing._output_names import name_of
 from optax_lossscale.testing._trial import Trial
 
-# How far the exponent of each loss scale is below the first one: 0, 2, 5, 7, 10, …
-# If all distances were equal, the rounding error of a number such as 1/3, in which every
-# second bit is set, could follow the loss scale.
+# How far the exponent of each loss scale is below the first one: 0, 2, 5, 7, 10, …, 30.
+# If all distances were equal, the rounding error of a number such as 1/3, in which
+# every second bit is set, could follow the loss scale.
 _OFFSETS = [5 * i // 2 for i in range(13)]
-LOWEST_EXPONENT = -125  # of a loss scale at which all gradients in float16 underflow
-# A step that is applied even at 2**90 is taken to compute in float32 or bfloat16. Its
-# sweep covers the loss scales that are used in practice, 2**30 to 1, at which hardly
-# anything underflows in these dtypes.
+# Of a loss scale at which all gradients in float16 become 0: times 2**-125, they are
+# far below 2**-25, half of float16's smallest number. Hardly any scale is lower, as
+# 2**-126 is the smallest normal float32 number.
+LOWEST_EXPONENT = -125
+# A step that is applied even at 2**90 is taken to compute in float32 or bfloat16: in
+# float16, even gradients of 2**-74 would overflow. Chosen.
 _WIDE_EXPONENT = 90
+# The sweep of such a step covers the loss scales that are used in practice, 2**30 to 1,
+# at which hardly anything underflows in these dtypes.
 _START_EXPONENT = 30
-# Relative to an output:
-_MAX_NOISE = 0.01  # two runs at the same loss scale may differ by at most this
-_ROUNDING = 1e-6  # a change is put down to rounding up to this size
-# Relative to the difference of two runs at the same loss scale:
-_NOISE_FACTOR = 8  # a change is put down to noise up to this size
+# By how much two runs at the same loss scale may differ, relative to an output. Chosen.
+_MAX_NOISE = 0.01
+# The largest change that rounding explains, relative to an output. Chosen: it is about
+# 8 times 2**-23, the distance of 1 to the next float32 number.
+_ROUNDING = 1e-6
+# The largest change that noise explains, relative to the difference of two runs at the
+# same loss scale. Chosen.
+_NOISE_FACTOR = 8
 
 
 class Sweep(NamedTuple):
     """The outputs of a step at several loss scales, in falling order.
 
     Attributes:
-      exponents: the log2 of each loss scale; shape (scales,).
-      outputs: the values of each output at all loss scales; shape (scales, numbers).
-      repeated: the outputs of a second run at the highest loss scale.
-      underflowed: the outputs at a loss scale at which all gradients underflow; empty
-        if there is no such loss scale.
+      exponents: the log2 of each loss scale; float64, shape (scales,).
+      outputs: the numbers of each output at all loss scales; float64 or int64, shape
+        (scales, numbers).
+      repeated: the outputs of a second run at the highest loss scale, each of shape
+        (numbers,).
+      underflowed: the outputs at a loss scale at which all gradients underflow, each of
+        shape (numbers,); empty if there is no such loss scale.
     """
 
     exponents: np.ndarray
@@ -50,17 +60,24 @@ class Sweep(NamedTuple):
     repeated: Arrays
     underflowed: Arrays
 
+    def noise(self, path: Path) -> np.ndarray:
+        """Computes the norm of the difference between two runs at one loss scale."""
+        return norm(difference(self.outputs[path][0], self.repeated[path]))
+
     def tolerance(self, path: Path, x: np.ndarray) -> np.ndarray:
-        """Computes the largest change from `x` that rounding and noise explain."""
-        noise = difference(self.outputs[path][0], self.repeated[path])
-        return np.maximum(_ROUNDING * norm(x), _NOISE_FACTOR * norm(noise))
+        """Computes the largest change from `x` that rounding and noise explain.
+
+        `x` has the values of the output at one or more loss scales, of shape
+        (…, numbers). The result is a norm for each of them, of shape (…).
+        """
+        return np.maximum(_ROUNDING * norm(x), _NOISE_FACTOR * self.noise(path))
 
 
 def trials_at_falling_scales(experiment: Experiment) -> list[Trial]:
     """Runs a step at falling loss scales, and returns the trials that were not skipped.
 
-    Bisection finds the highest loss scale at which the step is applied. A silent step
-    counts as applied at all of them.
+    Bisection finds the highest loss scale at which the step is applied. A silent step,
+    which does not show whether it was applied, counts as applied at all of them.
     """
 
     def is_skipped(exponent):
@@ -120,8 +137,7 @@ def _underflowed_outputs(experiment: Experiment) -> Arrays:
 def _check_repeatable(sweep: Sweep) -> None:
     """Raises a `ValueError` if the two runs at the highest loss scale differ."""
     for path, rows in sweep.outputs.items():
-        noise = difference(rows[0], sweep.repeated[path])
-        if norm(noise) > _MAX_NOISE * norm(rows[0]):
+        if sweep.noise(path) > _MAX_NOISE * norm(rows[0]):
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name_of(path)}. Pass "
                 "everything that the step depends on as arguments that can be copied: "

@@ -3,8 +3,8 @@
 A training step may report in two ways whether it was applied. It may return a state
 with the flag `should_apply`. Or it may return its loss scale, which usually adapts
 differently after a skipped step than after an applied one: `DynamicLossScale`, for
-instance, backs off only after a skipped step. A step that returns neither is called
-silent.
+instance, backs off only after a skipped step. A step that returns neither, or only a
+fixed loss scale, is called silent, and counts as applied.
 """
 
 import dataclasses
@@ -26,14 +26,16 @@ class Trial:
       loss_scale: the loss scale among the step's arguments.
       is_infinite: whether all gradients overflow because the loss scale is infinite. In
         such a trial, fixed loss scales are infinite as well.
-      arguments: the arrays among the step's arguments; large ones are sampled.
-      argument_fingerprints: the fingerprints of these arrays, before sampling.
-      outputs: the arrays that the step returned or changed in place; large ones are
-        sampled.
-      output_fingerprints: the fingerprints of these arrays, before sampling.
+      arguments: the samples of the arrays among the step's arguments, by path; float64
+        or int64, of shape (numbers,).
+      argument_fingerprints: the fingerprints of these arrays, of which no number is
+        left out.
+      outputs: the samples of the arrays that the step returned or changed in place,
+        like `arguments`.
+      output_fingerprints: the fingerprints of these arrays.
       loss_scales: the loss scales that the step returned or changed in place, without
         fixed ones.
-      states: the states of loss scaling that the step returned or changed in place.
+      states: each `LossScaleState` that the step returned or changed in place.
       skip_count_change: how much the highest count of skipped steps rose; zero or
         negative if the step returned no state.
       diverged: the paths of outputs and loss scales that are replicated, but differ
@@ -63,7 +65,7 @@ class Trial:
 
     @functools.cached_property
     def applied_flags(self) -> np.ndarray:
-        """Whether the step was applied, as each state or loss scale reports it; bools, (n,).
+        """Whether the step was applied, by each state or loss scale; bool, shape (n,).
 
         A returned state has one flag per replica: its `should_apply`, or False if its
         loss scale shows that the step was skipped. Without states, each loss scale has
@@ -72,10 +74,10 @@ class Trial:
         if not self.states:
             flags = [not self._shows_skip(x) for x in self.loss_scales]
             return np.array(flags, bool)
-        flags = []
-        for state in self.states:
-            shows_skip = self._shows_skip(state.loss_scale)
-            flags.append(np.ravel(state.should_apply) & (not shows_skip))
+        flags = [
+            np.ravel(state.should_apply) & (not self._shows_skip(state.loss_scale))
+            for state in self.states
+        ]
         return np.concatenate(flags)
 
     def _shows_skip(self, loss_scale: LossScale) -> bool:

@@ -808,6 +808,18 @@ def test_an_empty_array_is_not_taken_for_the_batch():
     ols.testing.assert_survives_overflow(step, *begun(TX), jnp.zeros((0, 4)), X)
 
 
+def test_a_step_without_a_loss_scale_may_have_an_empty_parameter():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None)
+
+    @jax.jit
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    params = {"a": jnp.zeros((0, 3)), **PARAMS}
+    ols.testing.assert_survives_overflow(step, params, tx.init(params), X, Y)
+
+
 @pytest.mark.parametrize("size", [1_000, 100_001])
 def test_every_number_of_a_large_array_is_compared(size):
     @jax.jit
