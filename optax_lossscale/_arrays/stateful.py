@@ -227,8 +227,9 @@ class Stateful(abc.ABC):
         The dict does not contain the state.
 
         Returns:
-          `{"class_name": …, "config": {…}}`. For a class of this library, it can be
-          stored as JSON. For your own class, it can if the values of its fields can.
+          A dict with the keys "class_name" and "config". For a class of this library,
+          it can be stored as JSON. For your own class, it can if the values of its
+          fields can.
         """
         config = {}
         for field in dataclasses.fields(self):
