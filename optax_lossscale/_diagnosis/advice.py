@@ -8,7 +8,8 @@ says what to do. For a model whose gradients are all 0, these are
     "Look for what stops them, such as a ReLU that is 0 for every input."
 
 The generators run in order of importance. The sentence of the first remark is the
-verdict, and the remedies of all remarks are the advice.
+verdict, and the remedies of all remarks are the advice. So to add a piece of advice,
+write one more generator, and give it a place in `verdict_and_advice`.
 """
 
 import math
@@ -30,7 +31,13 @@ from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
 _DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
-_ROOM_TO_FALL = 16  # bits between an initial scale below 1 and its lower bound
+"""The default of `DynamicLossScale` begins at 2 to this power."""
+
+_ROOM_TO_FALL = 16
+"""How many bits below an initial scale the advised `min_scale` is.
+
+Chosen: about as many as the 15 from the default initial scale to its floor of 1.
+"""
 
 _Remarks = Iterator[tuple[str, str]]
 """Pairs of a sentence that can be the verdict and a remedy."""
@@ -81,7 +88,7 @@ def _about_what_is_wrong(findings: Findings) -> _Remarks:
 
 
 def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
-    """Writes the first half of the verdict, before the colon and the cause."""
+    """Writes the half of the verdict that says what is wrong; the cause follows it."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = "The loss is" if is_loss else "The gradients are"
@@ -175,12 +182,16 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
-# The faults that products in float32 would not cure
 _NOT_CURED = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
+"""The faults that products in float32 would not cure."""
 
 
 def _remedy(wrong: Wrong) -> str:
-    """Advises what to do about a wrong result, by what the equation at fault does."""
+    """Advises what to do about a wrong result.
+
+    If 16-bit products are to blame, the remedy is to keep these in float32. Otherwise
+    it depends on what the equation at fault does.
+    """
     if wrong.is_in_float32:
         return _remedy_in_float32(wrong)
     place = wrong.place
@@ -201,7 +212,11 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _remedy_in_float32(wrong: Wrong) -> str:
-    """Advises how to keep numbers finite, and which constants may have been lost."""
+    """Advises how to keep numbers finite, as for a result that is infinite in float32.
+
+    The program holds constants as 16 bits rounded them, so the user may not recognize a
+    0 or an infinity as the 1e-8 or -1e9 that they wrote. The remedy names their lines.
+    """
     if not wrong.rounded:
         return _KEEP_FINITE
     return (
@@ -228,11 +243,11 @@ def _keep_products(products: Sequence[Note], between: str) -> str:
     return f"{keep} Keep in float32, too, what is computed from them at {between}."
 
 
-# --- what is not as the user meant it ---
+# --- what is right, but maybe not what the user intended ---
 
 
 def _about_choices(findings: Findings) -> _Remarks:
-    """Yields a remark if float32 would choose otherwise, and so change a result."""
+    """Yields a remark if float32 would choose otherwise, and that changes a result."""
     off = findings.off_by_choices
     if not off or not findings.choices:
         return
@@ -251,15 +266,16 @@ def _about_choices(findings: Findings) -> _Remarks:
 def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remarks:
     """Yields a remark if most multiplications are wide because one operand was widened.
 
-    A product whose operands are both widened is meant to be wide. It is only named
-    together with others that are not.
+    That is usually an accident: one float32 array, such as an input, makes everything
+    after it float32. A product whose operands are both widened is meant to be wide. It
+    is only named together with others that are not.
     """
     # This also holds if `widened` is empty.
     are_intended = all(HALVES.issuperset(product.before) for product in widened)
     if findings.wrong or are_intended:
         return
-    # Backward products follow the dtypes of the forward ones, so they count as well. A
-    # product that was asked to be wide does not.
+    # Backward products have the dtypes of the forward ones, so they count as well. A
+    # product that is wide by choice does not.
     dtypes = list(dict.fromkeys(product.dtype for product in widened))
     total = sum(findings.dtypes.multiplications.values())
     n_wide = 0
@@ -278,10 +294,10 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
 
 
 def _about_gradients(findings: Findings) -> _Remarks:
-    """Yields a remark if a comparison with float32 says little.
+    """Yields a remark if the comparison with float32 is no evidence that all is well.
 
-    The loss or all gradients may be nothing but rounding, all gradients may be 0, or
-    float32 may not determine most of them.
+    That is so if the loss or all gradients are nothing but rounding, if all gradients
+    are 0, or if float32 does not determine most of them.
     """
     if findings.wrong or not findings.computes_in:
         return
@@ -315,7 +331,7 @@ def _about_gradients(findings: Findings) -> _Remarks:
 
 
 def _about_loss_dtype(findings: Findings) -> _Remarks:
-    """Yields a remark on a loss in float16, which bounds the loss scale."""
+    """Yields a remark on a loss in float16, whose largest number bounds the loss scale."""
     if findings.loss_dtype == np.float16 and not findings.wrong:
         yield (
             "float16 is fine except for the loss: the loss scale is its gradient, and "
@@ -330,7 +346,7 @@ def _about_loss_dtype(findings: Findings) -> _Remarks:
 def _about_scale(findings: Findings) -> _Remarks:
     """Yields remarks on the loss scale: whether one is needed, and which one fits."""
     fits = findings.scale_that_fits
-    # If a scale of 1 is too large already, it is because of what is wrong.
+    # If even a scale of 1 is too large, the cause is what is wrong, not the scale.
     if not fits or (findings.wrong and fits.largest < 1):
         return
     groups = findings.underflow.values()
@@ -342,7 +358,7 @@ def _about_scale(findings: Findings) -> _Remarks:
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
         )
-    # Gradients that are only off at a scale of 1, and do not underflow, need 2 or more.
+    # Gradients that do not underflow, but are off at a scale of 1, need at least 2**1.
     least_bits = 1 if findings.off_without else 0
     bits = max((group.bits for group in groups), default=least_bits)
     yours = findings.loss_scale
@@ -361,12 +377,17 @@ def _about_scale(findings: Findings) -> _Remarks:
 
 
 def _without_a_scale(findings: Findings, scale: str) -> str:
-    """Says what happens without a loss scale; `scale` is the name of the one that fits."""
+    """Says what goes wrong without a loss scale.
+
+    Args:
+      findings: what the runs show.
+      scale: the loss scale that fits, as text.
+    """
     without = f"Without a loss scale of about {scale},"
     if not findings.is_finite_without:
         return f"{without} gradients are not finite."
     if findings.underflow:
-        # The first group is that of all gradients, or else the one that loses most.
+        # The groups are sorted: that of all gradients, if listed, then the worst.
         name, group = next(iter(findings.underflow.items()))
         of_group = "" if name == ALL else f" ({name})"
         return (
