@@ -34,8 +34,8 @@ def loss_scale(
 ) -> Axes:
     """Draws the loss scale over the steps, with a cross at each skipped step.
 
-    A scale that keeps falling, with a cross at nearly every step, means that something
-    overflows at any scale: run `diagnose`.
+    If the scale falls to its floor, with a cross at every step, gradients are not
+    finite at any of these scales: run `diagnose`.
 
     Args:
       history: a sequence of what `metrics` returned after each step, or one dict of

@@ -18,8 +18,8 @@ the backward pass give the loss scale that fits.
 Float32 has rounding errors, too. So if a result is off, or if float32 would choose
 another index or branch, the program also runs in float32 beside float64. Float32
 *determines* a result if these two agree on it, or if they are far less apart than 16
-bits and float32 are. A result that float32 does not determine is not judged. In this
-run, the program makes the choices of float32, so it also shows what these change.
+bits and float32 are. A result that float32 does not determine is not judged. The same
+run also shows what choices change, because in it, the program makes those of float32.
 
 A result that only moves the numbers of its operand, as a transpose does, shares the
 operand's note. A slice gets a note of its own, because it may lack the largest numbers.
@@ -42,8 +42,9 @@ These words are used in all files:
   is compared with: it reads the same rows, and takes the same branch.
 - An *origin* is where a result comes from: the equation's operation, source line and
   scope. All iterations of a loop have the same origins, but notes of their own.
-- An *instruction* is an equation, prepared for many runs. A *piece* is a sequence of
-  consecutive instructions that are compiled together.
+- An *instruction* is an equation, prepared once for all runs. A *piece* is a sequence
+  of consecutive instructions that are compiled together, or a single one that Python
+  runs.
 
 Read the files in this order, from the parts to the whole. They build on `_programs`,
 which explains equations:

@@ -3,10 +3,10 @@
 `fault.py` finds the equation whose result is off although its operands are not. This
 file classifies what that equation does, as a member of `How`, because the remedy
 depends on it. For example, a difference *cancels* if it is far smaller than its
-operands: mostly their rounding remains, so they have to be computed in float32. A cast
-to float16 whose result is infinite *overflows*: its operand has to be smaller. If the
-equation only moved or chose numbers, the earlier equation that computed them is named
-instead.
+operands. Mostly their rounding remains, so they have to be computed in float32. A cast
+to float16 whose result is infinite *overflows*, so it needs float32 or a smaller
+operand. If the equation only moved or chose numbers, the earlier equation that computed
+them is named instead.
 
 All of this is read from the *notes* of the result and of its operands, which record how
 far each is off and how large it is (see `notes.py`).
@@ -34,7 +34,8 @@ _SMALL = 0.2
 """Below this fraction, a sum or a term counts as small.
 
 A sum cancels if it is smaller than this fraction of `size_of_sum`. A term that is
-smaller than this fraction of the largest term hardly contributes. The value is chosen.
+smaller than this fraction of the largest term hardly contributes. The value is chosen:
+those from 0.1 to 0.4 give the same reports in the quick tests.
 """
 
 
@@ -53,8 +54,8 @@ class How(enum.StrEnum):
         sum.
       ROUNDS: it rounds its result to 16 bits, which are too few for it.
       AMPLIFIES: it computes in float32, but enlarges the rounding of its operands.
-      IS_UNDEFINED: it has no finite value for its rounded operands, like the logarithm
-        of a number that was rounded to 0.
+      IS_UNDEFINED: it has no finite value for its operands, like the logarithm of a
+        number that was rounded to 0.
       IS_A_KERNEL: it is a kernel, of which only the results are known.
       IS_NOT_LINEAR: its result is not proportional to the loss scale.
       ADDS_UP: no equation is at fault, because each of many makes a small error.
@@ -299,9 +300,8 @@ def _where_lost(note: Note) -> Note:
 def _operands_that_count(note: Note) -> Sequence[Note]:
     """Returns the operands whose rounding matters to a result.
 
-    The search for 16-bit values ends at a product in 16 bits, which is what the user
-    can keep in float32. In a sum of two, a term that is small beside the other does not
-    matter.
+    A product in 16 bits rounds its own result, so the search for rounded values ends
+    there. In a sum of two, a term that is small beside the other does not matter.
     """
     if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
         return ()

@@ -6,6 +6,7 @@ which loss scale fits (`scale.py`), and what to do (`advice.py`). For the packag
 words, such as *note* and *reference*, see its docstring.
 """
 
+import dataclasses
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -21,7 +22,7 @@ from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.page import Diagnosis, Findings
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
@@ -42,11 +43,10 @@ def diagnose(
     """Reports whether a model can run in 16 bits as it is, and what to change if it cannot.
 
     Call it before you train a model in 16 bits, and when training in 16 bits goes
-    worse than in float32: when the loss scale collapses, the loss is NaN, or gradients
-    look wrong. For the latter, give it the parameters and the batch of such a step. A
-    skipped step leaves the parameters as they were, so you can diagnose it afterwards,
-    if you keep its batch. The report is on these parameters and this batch. Others may
-    behave differently.
+    wrong: when the loss scale collapses, the loss is NaN, or gradients vanish or look
+    wrong. Then give it the parameters and the batch of such a step. A skipped step
+    leaves the parameters as they were, so you can diagnose it afterwards, if you keep
+    its batch. Other parameters and batches may behave differently.
 
     `diagnose` runs the gradient of the loss function, and computes every value twice:
     as the program does, and in float32. It does so at a loss scale of 1 and, where
@@ -64,9 +64,10 @@ def diagnose(
     rounded a constant 0.999 to 1 in the traced program, it is 1 in float32 as well.
 
     Call `diagnose` on the host, outside `jit`, with a loss function that names no axis
-    of a surrounding `pmap` or `shard_map`. It copies results to the host to compare
-    them, so it takes far longer than a training step. A long run prints a line of
-    progress to stderr every 10 seconds or so.
+    of a surrounding `pmap` or `shard_map`. It compiles the gradient in many small
+    pieces, and compares their results on the host, so it takes far longer than a
+    training step. A long run prints a line of progress to stderr every 10 seconds or
+    so.
 
     Args:
       loss_fn: a function of `(params, *args, **kwargs)` that returns the loss. The loss
@@ -128,17 +129,17 @@ def _report(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
     """Writes the report on a gradient and its runs."""
-    findings = _findings(gradient, runs, is_autocast, opt_state)
+    report = _report_without_advice(gradient, runs, is_autocast, opt_state)
     products = report_of(gradient.forward).products
     widened = [product for product in products if product.is_widened]
-    verdict, advice = verdict_and_advice(findings, widened)
-    return Diagnosis(verdict=verdict, advice=advice, **vars(findings))
+    verdict, advice = verdict_and_advice(report, widened)
+    return dataclasses.replace(report, verdict=verdict, advice=advice)
 
 
-def _findings(
+def _report_without_advice(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
-) -> Findings:
-    """Collects what the runs show."""
+) -> Diagnosis:
+    """Collects what the runs show, in a report whose verdict and advice are empty."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
@@ -150,7 +151,7 @@ def _findings(
         underflow = underflow_by_group(runs.at_1.grads, run.grads, right)
     # If a result is wrong already, it is not known how much of that is due to choices.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
-    return Findings(
+    return Diagnosis(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
@@ -172,6 +173,8 @@ def _findings(
         underflow=underflow,
         not_compared=runs.not_compared,
         table=table_of(run.notes),
+        verdict="",
+        advice=[],
     )
 
 

@@ -13,7 +13,7 @@ listed only in 16 bits or fewer, where they may go wrong.
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -64,8 +64,8 @@ class Operation(NamedTuple):
         are not products.
       terms: the most numbers that one of these operations sums into one.
       by_choice: whether a product has its dtype on purpose: because its call sets
-        HIGHEST precision or an algorithm, and not JAX's default, or because Optax made
-        it.
+        HIGHEST precision or an algorithm, and that is not the default, or because Optax
+        made it.
     """
 
     primitive: str
@@ -311,19 +311,16 @@ def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
     Their counts and multiplications are added up. Of their `terms`, the largest is
     kept.
     """
-    by_kind: dict[Operation, list[Operation]] = defaultdict(list)
+    totals: dict[Operation, Operation] = {}
     for operation in itertools.chain.from_iterable(lists):
         kind = operation._replace(count=0, multiplications=0, terms=0)
-        by_kind[kind].append(operation)
-    merged = []
-    for kind, operations in by_kind.items():
-        total = kind._replace(
-            count=sum(operation.count for operation in operations),
-            multiplications=sum(operation.multiplications for operation in operations),
-            terms=max(operation.terms for operation in operations),
+        total = totals.get(kind, kind)
+        totals[kind] = total._replace(
+            count=total.count + operation.count,
+            multiplications=total.multiplications + operation.multiplications,
+            terms=max(total.terms, operation.terms),
         )
-        merged.append(total)
-    return tuple(merged)
+    return tuple(totals.values())
 
 
 def _row(operation: Operation, total: int) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
 def is_one_to_one(eqn: JaxprEqn) -> bool:
     """Whether each result depends only on the operand in the same position.
 
-    This is true of an `optimization_barrier` or a `psum` of several arrays. Without it,
-    each result would seem to depend on all of them.
+    This is true of an `optimization_barrier` or a `psum` of several arrays. The error
+    of one array says nothing about the others there.
     """
     moves_or_sends = bool(traits(eqn) & (Trait.MOVES | Trait.SENDS))
     return moves_or_sends and len(eqn.invars) == len(eqn.outvars)

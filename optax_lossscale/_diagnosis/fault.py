@@ -28,7 +28,8 @@ _JUMP = 3.0
 """The least factor by which the error grows in an equation that is at fault.
 
 Chosen above 2: a product is off by about the sum of its operands' errors, so by up to
-twice as much as the worse one, without doing anything wrong.
+twice as much as the worse one, without doing anything wrong. Values from 2 to 5 give
+the same reports in the quick tests.
 """
 
 _ROUNDING = 2.0**-8
@@ -37,7 +38,8 @@ _ROUNDING = 2.0**-8
 _MANY_ITERATIONS = 8
 """How often the path must pass through an equation in a loop for it to be at fault.
 
-This is for errors that grow too little in one iteration to jump. The value is chosen.
+This is for errors that grow too little in one iteration to jump. The value is chosen:
+those from 4 to 12 give the same reports in the quick tests.
 """
 
 

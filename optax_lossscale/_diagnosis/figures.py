@@ -19,8 +19,9 @@ from jax.typing import ArrayLike
 TOLERANCE = 0.05
 """The largest relative error of a result that still counts as right.
 
-Chosen: 13 times the largest error of one rounding to bfloat16, which is 2**-8 or 0.4%,
-and 100 times that of one rounding to float16, which is 2**-11 or 0.05%.
+Chosen: about 13 times the largest error of one rounding to bfloat16, which is 2**-8 or
+0.4%, and 100 times that of one rounding to float16, which is 2**-11 or 0.05%. In the
+quick tests, healthy models in float16 are off by at most 0.7%, and in bfloat16 by 1.4%.
 """
 
 LARGE_SHARE = 0.2
@@ -52,10 +53,11 @@ class Figures:
         exceeds the range of float32. The largest numbers dominate it.
       distance: the norm of the difference itself; infinite where `error` is. It tells
         which term of a sum contributes most to the error of the sum.
-      off_share: the share of the numbers that are off, however small they are: that are
-        finite and differ from the reference by more than 5% of it, or by more than 5%
-        of a quarter of the mean size where that is larger. A finite mask, such as -3e4,
-        raises the mean size, and so can hide other errors.
+      off_share: the share of the numbers that are off: that are finite and differ from
+        the reference by more than 5% of it, or by more than 5% of a quarter of the mean
+        size where that is larger. Unlike in `error`, small numbers count as much as
+        large ones. But a finite mask, such as -3e4, raises the mean size, and so can
+        hide other errors.
       bad: whether a number is not finite where the reference is finite.
       nan: whether a number is NaN where the reference is finite.
       is_reference_finite: whether all numbers of the reference are finite.

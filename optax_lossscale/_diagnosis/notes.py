@@ -177,11 +177,22 @@ def note_of(
     figures: Figures,
     origin: Origin,
     dtype: np.dtype,
-    reads: Sequence[Note],
-    rounds: tuple[int, ...],
+    reads: Sequence[Note] = (),
+    rounds: tuple[int, ...] = (),
     position: int = 0,
+    is_seed: bool = False,
 ) -> Note:
-    """Builds the note of a result; derives `is_backward` and `before` from `reads`."""
+    """Builds the note of a result or an argument, from its figures and where it is from.
+
+    Args:
+      figures: how far it is from its reference, and how large it is.
+      origin: the equation or the argument.
+      dtype: its dtype.
+      reads: the notes of the operands, from which `is_backward` and `before` follow.
+      rounds: the current iteration of each loop, the outermost first.
+      position: the position of the result among the results of its equation.
+      is_seed: whether it is the seed of the backward pass.
+    """
     before = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
@@ -189,7 +200,7 @@ def note_of(
         dtype=dtype,
         position=position,
         rounds=rounds,
-        is_backward=any(read.is_backward for read in reads),
+        is_backward=is_seed or any(read.is_backward for read in reads),
         reads=reads,
         before=before,
     )

@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills `Findings` from its runs. A `Diagnosis` adds a verdict and advice,
-which `advice.py` writes. Printing a `Diagnosis` prints the page: sentences about the
-dtypes, the verdict and the loss scale, tables of what is wrong and of what underflows,
-and the advice. A shortened example:
+`diagnose` fills a `Diagnosis` from its runs. The verdict and the advice come last,
+because `advice.py` derives them from all other fields. Printing a `Diagnosis` prints
+the page: sentences about the dtypes, the verdict and the loss scale, tables of what is
+wrong and of what underflows, and the advice. A shortened example:
 
     Computes in float16 (100.0% of the multiplications); the loss is float32.
     Without a loss scale, float16 loses 95.7% of the gradients to underflow.
@@ -35,45 +35,12 @@ _SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are pri
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Findings:
-    """What the runs show: all fields of a `Diagnosis` except its verdict and advice."""
-
-    is_autocast: bool
-    dtypes: DtypeReport
-    computes_in: tuple[np.dtype, ...]
-    loss: float
-    loss_in_float32: float
-    loss_dtype: np.dtype
-    scale: float
-    loss_scale: float | None
-    wrong: tuple[Wrong, ...]
-    off: dict[str, float]
-    undetermined: tuple[str, ...]
-    off_by_choices: dict[str, float]
-    choices: tuple[Note, ...]
-    initial_scale: InitialScale | None
-    overflow: Note | None
-    has_gradients: bool
-    is_finite_without: bool
-    off_without: dict[str, float]
-    underflow: dict[str, Underflow]
-    not_compared: tuple[tuple[str, str], ...]
-    table: Table
-
-    @property
-    def scale_that_fits(self) -> InitialScale | None:
-        """The loss scale that fits; None without float16 or gradients, or if none fits."""
-        is_scaled = np.float16 in self.computes_in and self.has_gradients
-        return self.initial_scale if is_scaled else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Diagnosis(Findings):
+class Diagnosis:
     """The result of `diagnose`: print it, and do what its last lines say.
 
-    Each attribute is what one part of the printed report is made of. For example,
-    `initial_scale.scale` is the loss scale to begin with, and a test of a model may
-    require that `wrong` is empty.
+    Its attributes hold what is printed, and more. For example, `initial_scale.scale` is
+    the loss scale to begin with, and a test of a model can require that `wrong` is
+    empty.
 
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
@@ -91,10 +58,10 @@ class Diagnosis(Findings):
         or no loss scale in it.
       wrong: what is wrong, and why: first the loss, then gradients, the worst first. A
         result is wrong if it is off by more than 5%, not finite even in float32, or not
-        in proportion to the loss scale. If the loss and all gradients are right, the
-        list holds at most one value inside the model: a value in `aux` that is finite
-        in float32 only, or else the first one that is off by more than 5% in more than
-        a fifth of its numbers.
+        in proportion to the loss scale. If the loss and all gradients are right, there
+        is at most one value inside the model: a value in `aux` that is finite in
+        float32 only, or else the first one that is off by more than 5% in more than a
+        fifth of its numbers.
       off: how far the loss and each gradient are from float32's, relative to those. A
         loss whose terms cancel is compared with how much it changes with the
         parameters. Left out are results that float32 does not determine, because it is
@@ -131,8 +98,35 @@ class Diagnosis(Findings):
       table: a row for each computed result.
     """
 
+    is_autocast: bool
+    dtypes: DtypeReport
+    computes_in: tuple[np.dtype, ...]
+    loss: float
+    loss_in_float32: float
+    loss_dtype: np.dtype
+    scale: float
+    loss_scale: float | None
+    wrong: tuple[Wrong, ...]
+    off: dict[str, float]
+    undetermined: tuple[str, ...]
+    off_by_choices: dict[str, float]
+    choices: tuple[Note, ...]
+    initial_scale: InitialScale | None
+    overflow: Note | None
+    has_gradients: bool
+    is_finite_without: bool
+    off_without: dict[str, float]
+    underflow: dict[str, Underflow]
+    not_compared: tuple[tuple[str, str], ...]
+    table: Table
     verdict: str
     advice: list[str]
+
+    @property
+    def scale_that_fits(self) -> InitialScale | None:
+        """The loss scale that fits; None without float16 or gradients, or if none fits."""
+        is_scaled = np.float16 in self.computes_in and self.has_gradients
+        return self.initial_scale if is_scaled else None
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how large each result is, and shades what float16 cannot hold.

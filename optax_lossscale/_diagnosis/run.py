@@ -134,11 +134,11 @@ def runs_of(gradient: Gradient) -> Runs:
     shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
-    if not _is_in_doubt(fit.run):
-        return Runs(gradient.parameters, at_1, fit, None)
-    with jax.enable_x64(True):
-        shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
-        in_float32 = _run(shadow, gradient, fit.run.scale)
+    in_float32 = None
+    if _is_in_doubt(fit.run):
+        with jax.enable_x64(True):
+            shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
+            in_float32 = _run(shadow, gradient, fit.run.scale)
     return Runs(gradient.parameters, at_1, fit, in_float32)
 
 

@@ -60,9 +60,9 @@ more than this.
 
 
 class InitialScale(NamedTuple):
-    """The loss scale to begin with, as in `DynamicLossScale(initial_scale=fits.scale)`.
+    """The loss scale to begin with; print it for a phrase that says how much room it has.
 
-    Print it for a sentence on its headroom.
+    Write `DynamicLossScale(initial_scale=report.initial_scale.scale)`, for example.
 
     Attributes:
       scale: the loss scale, a power of two.

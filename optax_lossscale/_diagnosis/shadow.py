@@ -113,12 +113,8 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
     array = argument.array
     pair = pair_of(array, widths)
     figures = pair.figures if is_inexact(array) else Figures(array.size)
-    note = Note(
-        **vars(figures),
-        origin=Origin(name=argument.name, is_parameter=argument.is_parameter),
-        dtype=dtype_in(array),
-        is_backward=argument.is_seed,
-    )
+    origin = Origin(name=argument.name, is_parameter=argument.is_parameter)
+    note = note_of(figures, origin, dtype_in(array), is_seed=argument.is_seed)
     return Value(pair, note)
 
 
