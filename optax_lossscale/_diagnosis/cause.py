@@ -55,7 +55,7 @@ class How(enum.StrEnum):
       ROUNDS: it rounds its result to 16 bits, which are too few for it.
       AMPLIFIES: it computes in float32, but enlarges the rounding of its operands.
       IS_UNDEFINED: it has no finite value for its operands, like the logarithm of a
-        number that was rounded to 0.
+        number that rounding has made negative.
       IS_A_KERNEL: it is a kernel, of which only the results are known.
       IS_NOT_LINEAR: its result is not proportional to the loss scale.
       ADDS_UP: no equation is at fault, because each of many makes a small error.
@@ -103,8 +103,8 @@ def cause_of(note: Note) -> Cause:
     - If the equation at fault only moved or chose numbers, the cause is the equation
       that computed them.
     - If its result is not finite because operands are lost, that is, became 0, the
-      cause is the equation in which they did. For `1 / exp(x)` with `exp(x)` rounded to
-      0, it is the exponential, and not the division.
+      cause is the equation in which they did. If float16 rounds `exp(x)` to 0, then
+      `1 / exp(x)` in float32 is infinite because of the exponential, not the division.
     - If an earlier equation rounded numbers to the limit of its function, and later
       equations only passed them on, that equation is the cause.
     """

@@ -53,12 +53,12 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
 def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """Lists choices that float32 would make differently, the worst choice of each line.
 
-    Most models have a few such choices that do no harm, such as a ReLU of a number that
-    is 0 up to rounding. So unless results are far off, small differences are left out:
-    a mask is listed if more than a fifth of it differs, and any other choice if more
-    than 5% of it does. If the loss is off because of choices, or a gradient by more
-    than a fifth, every choice with a difference is listed. If the loss is not finite,
-    none is, because a comparison with NaN means nothing.
+    A few such choices do no harm: whether a ReLU passes a number that is 0 up to
+    rounding hardly matters. So unless results are far off, small differences are left
+    out: a mask is listed if more than a fifth of it differs, and any other choice if
+    more than 5% of it does. If the loss is off because of choices, or a gradient by
+    more than a fifth, every choice with a difference is listed. If the loss is not
+    finite, none is, because a comparison with NaN means nothing.
 
     Args:
       run: the run whose choices to list.

@@ -66,8 +66,8 @@ def diagnose(
     Call `diagnose` on the host, outside `jit`, with a loss function that names no axis
     of a surrounding `pmap` or `shard_map`. It compiles the gradient in many small
     pieces, and compares their results on the host, so it takes far longer than a
-    training step. A long run prints a line of progress to stderr every 10 seconds or
-    so.
+    training step. In a long run, it prints its progress to stderr, about every 10
+    seconds.
 
     Args:
       loss_fn: a function of `(params, *args, **kwargs)` that returns the loss. The loss

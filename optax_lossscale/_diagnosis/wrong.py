@@ -334,8 +334,8 @@ def _change_of_loss(runs: Runs) -> float:
 
     For example, the loss of a policy is 0 in its first step, because advantages add up
     to 0. Relative to 0, any rounding error is infinite. But it does not matter if a
-    change of the parameters changes the loss by far more. The measure is the inner
-    product of each parameter and its gradient, with the absolute values added up.
+    change of the parameters changes the loss by far more. The measure is the sum, over
+    the parameters, of the absolute inner product of a parameter and its gradient.
     """
     run = runs.fitting
     change = 0.0
