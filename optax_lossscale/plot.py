@@ -1,8 +1,9 @@
 """Plots of the loss scale and of gradients, drawn on the host with matplotlib.
 
-`plot.loss_scale(history)` shows how the loss scale changed during training, and
-`plot.exponents(grads)` which gradients underflow. The extra `plot` installs matplotlib:
-`pip install "optax_lossscale[plot]"`.
+`plot.loss_scale(history)` shows how the loss scale changed during training, and whether
+many steps were skipped. `plot.exponents(grads)` shows which gradients underflow, and
+how much room a loss scale leaves them below an overflow. The extra `plot` installs
+matplotlib: `pip install "optax_lossscale[plot]"`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ def loss_scale(
 ) -> Axes:
     """Draws the loss scale over the steps, with a cross at each skipped step.
 
+    If the scale falls to its floor, with a cross at every step, gradients are not
+    finite at any of these scales: run `diagnose`.
+
     Args:
       history: a sequence of what `metrics` returned after each step, or one dict of
         stacked metrics, each of shape (steps,), as `lax.scan` returns them. The plot
@@ -44,8 +48,8 @@ def loss_scale(
       The axes.
 
     Raises:
-      ValueError: if `history` is neither of these, is empty, or has columns of
-        different lengths.
+      ValueError: if `history` is not such a sequence or dict, is empty, or has columns
+        of different lengths.
       TypeError: if `history` is traced, or `axes` are not matplotlib's.
 
     Example:
@@ -105,10 +109,11 @@ def exponents(
 ) -> Axes:
     """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
-    The bins are powers of two. Shades mark the ranges in which the dtype has only
-    subnormal numbers, zero or infinity. A label gives the percentage of the scaled
-    gradients that are 0 in the dtype. Gradients that are 0, infinite or NaN are not
-    drawn, but count in the percentages.
+    A loss scale fits if the scaled gradients lie between the shades, which mark the
+    ranges in which the dtype has only subnormal numbers, zero or infinity. The bins are
+    powers of two. A label gives the percentage of the scaled gradients that are 0 in
+    the dtype. Gradients that are 0, infinite or NaN are not drawn, but count in the
+    percentages.
 
     Args:
       scaled_grads: a pytree of gradients of the scaled loss. Gradients computed in
@@ -178,8 +183,9 @@ def _draw_histogram(
 def _edges(dtype: np.dtype) -> list[int]:
     """Returns five exponents of 2, between which lie the four ranges of a dtype.
 
-    In these ranges, numbers become zero, subnormal, normal and infinite. The first and
-    the last exponent cut off the ranges of zero and infinity, which have no end.
+    In these ranges, numbers become zero, subnormal, normal and infinite. For float16,
+    the exponents are -31, -25, -14, 16 and 20. The first and the last cut off the
+    ranges of zero and infinity, which have no end, 6 and 4 bins from where these begin.
     """
     info = jnp.finfo(dtype)
     largest_zero = info.minexp - info.nmant - 1  # half the smallest number rounds to 0

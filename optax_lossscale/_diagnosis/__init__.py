@@ -1,46 +1,58 @@
 """Checks what 16 bits do to a model: `diagnose` for its numbers, `dtype_report` for its dtypes.
 
-`diagnose` traces the loss and its gradient as one program. It runs this program on
-*pairs*: each value as the program computes it, beside its *reference*, which is the
-same value in float32. For each result, it makes a *note* of how far the two are apart
-and how large they are. The note also links to the notes of the operands. If `x` is off
-by 1% and `exp(x)` by 8%, the link shows that the exponential enlarged the error.
+`diagnose` traces the loss and its gradient as one program, and runs this program on
+*pairs*: each value as the program computes it, beside its *reference*, the same value
+in float32. For each result it makes a *note*, which records how far the two are apart
+and how large they are, and which holds the notes of the operands. For `1 / (a - b)` in
+float16, where `a` is 0.1 and `b` is 0.0999, the notes say
 
-From the notes follow the loss scale that fits and, if a result is off, the equation
-that is to blame, which is called *at fault*. If a result is off, or float32 would
-choose another index or branch, the program also runs in float32 beside float64. Float32
-*determines* a result if these two agree on it, or are far less apart than 16 bits and
-float32 are. This run also shows the results of the choices that float32 makes.
+    a            off by  0.0%
+    b            off by  0.0%
+    a - b        off by 39.0%    from a and b
+    1 / (a - b)  off by 63.8%    from a - b
 
-A result whose numbers are only moved, such as a transpose, shares the note of its
-operand. A slice gets a note of its own, as it may lack the largest numbers. So do the
-rows that a loop slices and the stacks that it joins, but the table of a report leaves
-these out.
+The path from the wrong quotient back to its operands leads to the difference. There the
+error arises, so the difference is *at fault*. Notes also hold magnitudes, and those of
+the backward pass give the loss scale that fits.
+
+Float32 has rounding errors, too. So if a result is off, or if float32 would choose
+another index or branch, the program also runs in float32 beside float64. Float32
+*determines* a result if these two agree on it, or if they are far less apart than 16
+bits and float32 are. A result that float32 does not determine is not judged. The same
+run also shows what choices change, because in it, the program makes those of float32.
+
+A result that only moves the numbers of its operand, as a transpose does, shares the
+operand's note. A slice gets a note of its own, because it may lack the largest numbers.
+So do the rows into which a loop slices an array, and the arrays that it stacks, but the
+table of a report leaves these out.
 
 These words are used in all files:
 
 - A dtype is *narrow* if it is a floating-point dtype of 16 bits or fewer.
 - The *reference* of a value is the same value in wider floats: in float32 beside the
   program as it is, and in float64 beside the program in float32.
-- A result is *off* if it differs from its reference; how far is relative to the size of
-  the reference. A number is *bad* if it is not finite although its reference is, and
-  *lost* if it is 0 although its reference is not.
-- A value *belongs to the backward pass* if it depends on the seed of that pass, which
-  is the loss scale. If the pass is linear, its floats are proportional to the scale.
+- A result is *off* if it differs from its reference. "Off by 5%" is relative to the
+  size of the reference. A number is *bad* if it is not finite although its reference
+  is, and *lost* if it is 0 although its reference is not.
+- The *seed* of the backward pass is the cotangent of the loss, which is the loss scale.
+  A value *belongs to the backward pass* if it depends on the seed. If that pass is
+  linear, its floats are proportional to the scale.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
   or the condition of a loop. The reference *follows* the choices of the value that it
-  is compared with.
-- An *origin* is what all iterations of an equation share: its source line, its scope.
-- An *instruction* is an equation to run. A *piece* is a sequence of consecutive
-  instructions that are compiled together.
+  is compared with: it reads the same rows, and takes the same branch.
+- An *origin* is where a result comes from: the equation's operation, source line and
+  scope. All iterations of a loop have the same origins, but notes of their own.
+- An *instruction* is an equation, prepared once for all runs. A *piece* is a sequence
+  of consecutive instructions that are compiled together, or a single one that Python
+  runs.
 
 Read the files in this order, from the parts to the whole. They build on `_programs`,
 which explains equations:
 
-- `text`, `figures`, `notes`: words for reports; the error and size of a result; its
+- `text`, `figures`, `notes`: the layout of reports; the error and size of a result; its
   note.
-- `equations`, `dtypes`: the equations of a program; `dtype_report`, which only reads
-  them.
+- `equations`, `dtypes`: the equations of a program; `dtype_report`, which reads them
+  and runs nothing.
 - `wide`, `program`, `pairs`: one equation in wider floats; a program cut into pieces; a
   piece computed on pairs.
 - `value`, `loops`, `devices`, `shadow`: a whole program run on pairs, with notes.

@@ -1,6 +1,6 @@
 """The verdict on a model, and the advice for it.
 
-Each generator `_about_...` looks at one part of the findings, and yields remarks. A
+Each generator `_about_...` looks at one part of the report, and yields remarks. A
 remark is a pair of texts: a sentence that can be the verdict, and a *remedy*, which
 says what to do. For a model whose gradients are all 0, these are
 
@@ -8,7 +8,8 @@ says what to do. For a model whose gradients are all 0, these are
     "Look for what stops them, such as a ReLU that is 0 for every input."
 
 The generators run in order of importance. The sentence of the first remark is the
-verdict, and the remedies of all remarks are the advice.
+verdict, and the remedies of all remarks are the advice. So to add a piece of advice,
+write one more generator, and give it a place in `verdict_and_advice`.
 """
 
 import math
@@ -21,7 +22,7 @@ from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS, Note
-from optax_lossscale._diagnosis.page import Findings
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import lines_of, percent
 from optax_lossscale._diagnosis.wrong import Wrong
@@ -30,111 +31,117 @@ from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
 _DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
-_ROOM_TO_FALL = 16  # bits between an initial scale below 1 and its lower bound
+"""The default of `DynamicLossScale` begins at 2 to this power."""
+
+_ROOM_TO_FALL = 16
+"""How many bits below an initial scale the advised `min_scale` is.
+
+Chosen: about as many as the 15 from the default initial scale to its floor of 1.
+"""
 
 _Remarks = Iterator[tuple[str, str]]
 """Pairs of a sentence that can be the verdict and a remedy."""
 
 
 def verdict_and_advice(
-    findings: Findings, widened: Sequence[Operation]
+    report: Diagnosis, widened: Sequence[Operation]
 ) -> tuple[str, list[str]]:
     """Writes the verdict, and the list of remedies.
 
     Args:
-      findings: what the runs show.
+      report: what the runs show.
       widened: the products of the forward pass that have a widened operand.
     """
     remarks = [
-        *_about_what_is_wrong(findings),
-        *_about_choices(findings),
-        *_about_products(findings, widened),
-        *_about_gradients(findings),
-        *_about_scale(findings),
-        *_about_loss_dtype(findings),
+        *_about_what_is_wrong(report),
+        *_about_choices(report),
+        *_about_products(report, widened),
+        *_about_gradients(report),
+        *_about_scale(report),
+        *_about_loss_dtype(report),
     ]
     if not remarks:
-        return _verdict_if_fine(findings), ["Nothing."]
+        return _verdict_if_fine(report), ["Nothing."]
     sentences, remedies = zip(*remarks, strict=True)
     return sentences[0], list(dict.fromkeys(remedies))
 
 
-def _verdict_if_fine(findings: Findings) -> str:
+def _verdict_if_fine(report: Diagnosis) -> str:
     """Writes the verdict on a model about which there is nothing to remark."""
-    if not findings.computes_in:
+    if not report.computes_in:
         return "Nothing is computed in 16 bits, nor would autocast change that."
-    many = len(findings.computes_in) > 1
-    are_fine = f"{_dtypes(findings)} {'are' if many else 'is'} fine"
-    if findings.loss_scale is None:
+    many = len(report.computes_in) > 1
+    are_fine = f"{_dtypes(report)} {'are' if many else 'is'} fine"
+    if report.loss_scale is None:
         return f"{are_fine} as {'they are' if many else 'it is'}, without a loss scale."
-    return f"{are_fine}, and so is a loss scale of {scale_name(findings.loss_scale)}."
+    return f"{are_fine}, and so is a loss scale of {scale_name(report.loss_scale)}."
 
 
 # --- what is wrong ---
 
 
-def _about_what_is_wrong(findings: Findings) -> _Remarks:
+def _about_what_is_wrong(report: Diagnosis) -> _Remarks:
     """Yields a remark on each result that is wrong."""
-    for wrong in findings.wrong:
-        verdict = f"{_what_is_wrong(findings, wrong)}: {wrong.because}."
+    for wrong in report.wrong:
+        verdict = f"{_what_is_wrong(report, wrong)}: {wrong.because}."
         yield verdict, _remedy(wrong)
 
 
-def _what_is_wrong(findings: Findings, wrong: Wrong) -> str:
-    """Writes the first half of the verdict, before the colon and the cause."""
+def _what_is_wrong(report: Diagnosis, wrong: Wrong) -> str:
+    """Writes the half of the verdict that says what is wrong; the cause follows it."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = "The loss is" if is_loss else "The gradients are"
         return f"{what} not finite in float32 either, so no loss scale helps"
     if is_loss:
-        return _wrong_loss(findings)
+        return _wrong_loss(report)
     if wrong.name == A_VALUE_INSIDE:
-        return _wrong_value_inside(findings)
-    return _wrong_gradient(findings, wrong)
+        return _wrong_value_inside(report)
+    return _wrong_gradient(report, wrong)
 
 
-def _wrong_loss(findings: Findings) -> str:
+def _wrong_loss(report: Diagnosis) -> str:
     """Compares a wrong loss with float32's, if that is finite."""
-    loss = f"The loss is {findings.loss:.4g} at any loss scale"
-    if not math.isfinite(findings.loss_in_float32):  # such as after a kernel
+    loss = f"The loss is {report.loss:.4g} at any loss scale"
+    if not math.isfinite(report.loss_in_float32):  # such as after a kernel
         return loss
-    return f"{loss}; in float32 it is {findings.loss_in_float32:.4g}"
+    return f"{loss}; in float32 it is {report.loss_in_float32:.4g}"
 
 
-def _wrong_value_inside(findings: Findings) -> str:
+def _wrong_value_inside(report: Diagnosis) -> str:
     """Adds that the results agree, unless float32's own choices change them."""
-    inside = f"{_dtypes_give(findings)} wrong values inside"
-    if findings.off_by_choices:
+    inside = f"{_dtypes_give(report)} wrong values inside"
+    if report.off_by_choices:
         return inside
     return (
         f"{inside}, though loss and gradients agree as far as float32 determines them"
     )
 
 
-def _wrong_gradient(findings: Findings, wrong: Wrong) -> str:
+def _wrong_gradient(report: Diagnosis, wrong: Wrong) -> str:
     """Says how far a gradient is off, or how much the loss scale changes it."""
-    if findings.initial_scale is None:
+    if report.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
     if wrong.how is How.IS_NOT_LINEAR:
         return (
-            f"A loss scale of {scale_name(findings.scale)} changes the gradient of "
+            f"A loss scale of {scale_name(report.scale)} changes the gradient of "
             f"{wrong.name} by {wrong.off:.1%}"
         )
     return (
-        f"{_dtypes_give(findings)} wrong gradients: that of {wrong.name} is off by "
+        f"{_dtypes_give(report)} wrong gradients: that of {wrong.name} is off by "
         f"{wrong.off:.1%}, at the scale that fits best"
     )
 
 
-def _dtypes(findings: Findings) -> str:
+def _dtypes(report: Diagnosis) -> str:
     """Names the dtypes of 16 bits or fewer, as in `bfloat16 and float16`."""
-    return " and ".join(map(str, findings.computes_in))
+    return " and ".join(map(str, report.computes_in))
 
 
-def _dtypes_give(findings: Findings) -> str:
+def _dtypes_give(report: Diagnosis) -> str:
     """Begins a sentence, as in `float16 gives` or `bfloat16 and float16 give`."""
-    give = "give" if len(findings.computes_in) > 1 else "gives"
-    return f"{_dtypes(findings)} {give}"
+    give = "give" if len(report.computes_in) > 1 else "gives"
+    return f"{_dtypes(report)} {give}"
 
 
 _KEEP_FINITE = (
@@ -175,12 +182,16 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
-# The faults that products in float32 would not cure
 _NOT_CURED = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
+"""The faults that products in float32 would not cure."""
 
 
 def _remedy(wrong: Wrong) -> str:
-    """Advises what to do about a wrong result, by what the equation at fault does."""
+    """Advises what to do about a wrong result.
+
+    If 16-bit products are to blame, the remedy is to keep these in float32. Otherwise
+    it depends on what the equation at fault does.
+    """
     if wrong.is_in_float32:
         return _remedy_in_float32(wrong)
     place = wrong.place
@@ -201,7 +212,11 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _remedy_in_float32(wrong: Wrong) -> str:
-    """Advises how to keep numbers finite, and which constants may have been lost."""
+    """Advises how to keep numbers finite, as for a result that is infinite in float32.
+
+    The program holds constants as 16 bits rounded them, so the user may not recognize a
+    0 or an infinity as the 1e-8 or -1e9 that they wrote. The remedy names their lines.
+    """
     if not wrong.rounded:
         return _KEEP_FINITE
     return (
@@ -228,13 +243,13 @@ def _keep_products(products: Sequence[Note], between: str) -> str:
     return f"{keep} Keep in float32, too, what is computed from them at {between}."
 
 
-# --- what is not as the user meant it ---
+# --- what is right, but maybe not what the user intended ---
 
 
-def _about_choices(findings: Findings) -> _Remarks:
-    """Yields a remark if float32 would choose otherwise, and so change a result."""
-    off = findings.off_by_choices
-    if not off or not findings.choices:
+def _about_choices(report: Diagnosis) -> _Remarks:
+    """Yields a remark if float32 would choose otherwise, and that changes a result."""
+    off = report.off_by_choices
+    if not off or not report.choices:
         return
     if THE_LOSS in off:
         effect = f"the loss is off by {percent(off[THE_LOSS])}"
@@ -242,32 +257,35 @@ def _about_choices(findings: Findings) -> _Remarks:
         worst = max(off, key=off.__getitem__)
         effect = f"the gradient of {worst} is off by {percent(off[worst])}"
     yield (
-        f"Float32 chooses otherwise at {lines_of(findings.choices)}, and so {effect}.",
+        f"Float32 chooses otherwise at {lines_of(report.choices)}, and so {effect}.",
         "Compute what is chosen from there in float32, unless either choice is as "
         "good, as between numbers that are nearly equal.",
     )
 
 
-def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remarks:
+def _about_products(report: Diagnosis, widened: Sequence[Operation]) -> _Remarks:
     """Yields a remark if most multiplications are wide because one operand was widened.
 
-    A product whose operands are both widened is meant to be wide. It is only named
-    together with others that are not.
+    That is usually an accident: one float32 array, such as an input, makes everything
+    after it float32. A product whose operands are both widened is meant to be wide. It
+    is only named together with others that are not.
     """
     # This also holds if `widened` is empty.
     are_intended = all(HALVES.issuperset(product.before) for product in widened)
-    if findings.wrong or are_intended:
+    if report.wrong or are_intended:
         return
-    # Backward products follow the dtypes of the forward ones, so they count as well. A
-    # product that was asked to be wide does not.
+    # Backward products have the dtypes of the forward ones, so they count as well. A
+    # product that is wide by choice does not.
     dtypes = list(dict.fromkeys(product.dtype for product in widened))
-    total = sum(findings.dtypes.multiplications.values())
-    n_wide = 0
-    for product in findings.dtypes.products:
-        if product.dtype in dtypes and not product.by_choice:
-            n_wide += product.multiplications
+    total = sum(report.dtypes.multiplications.values())
+    n_wide = sum(
+        product.multiplications
+        for product in report.dtypes.products
+        if product.dtype in dtypes and not product.by_choice
+    )
     share = n_wide / max(total, 1)  # an empty batch multiplies nothing
     if share > 0.5:
+        # "Hardly anything" is less than a fifth.
         how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (
             f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications "
@@ -277,24 +295,24 @@ def _about_products(findings: Findings, widened: Sequence[Operation]) -> _Remark
         )
 
 
-def _about_gradients(findings: Findings) -> _Remarks:
-    """Yields a remark if a comparison with float32 says little.
+def _about_gradients(report: Diagnosis) -> _Remarks:
+    """Yields a remark if the comparison with float32 is no evidence that all is well.
 
-    The loss or all gradients may be nothing but rounding, all gradients may be 0, or
-    float32 may not determine most of them.
+    That is so if the loss or all gradients are nothing but rounding, if all gradients
+    are 0, or if float32 does not determine most of them.
     """
-    if findings.wrong or not findings.computes_in:
+    if report.wrong or not report.computes_in:
         return
-    n_undetermined = len(findings.undetermined)
-    n_determined = len(findings.off.keys() - {THE_LOSS})
-    if THE_LOSS not in findings.off:
+    n_undetermined = len(report.undetermined)
+    n_determined = len(report.off.keys() - {THE_LOSS})
+    if THE_LOSS not in report.off:
         yield (
-            f"The loss is nothing but rounding, {findings.loss:.3g} for "
-            f"{findings.loss_in_float32:.3g} in float32, and so may be its gradients.",
+            f"The loss is nothing but rounding, {report.loss:.3g} for "
+            f"{report.loss_in_float32:.3g} in float32, and so may be its gradients.",
             "Diagnose other parameters or another batch. If the loss compares two "
             "values that should be equal, compute both in the same dtype.",
         )
-    elif not findings.has_gradients:
+    elif not report.has_gradients:
         yield (
             "All gradients are 0, in float32 as well.",
             "Look for what stops them, such as a ReLU that is 0 for every input.",
@@ -314,9 +332,9 @@ def _about_gradients(findings: Findings) -> _Remarks:
         )
 
 
-def _about_loss_dtype(findings: Findings) -> _Remarks:
-    """Yields a remark on a loss in float16, which bounds the loss scale."""
-    if findings.loss_dtype == np.float16 and not findings.wrong:
+def _about_loss_dtype(report: Diagnosis) -> _Remarks:
+    """Yields a remark on a loss in float16, whose largest number bounds the loss scale."""
+    if report.loss_dtype == np.float16 and not report.wrong:
         yield (
             "float16 is fine except for the loss: the loss scale is its gradient, and "
             "float16 holds none above 2**15.",
@@ -327,29 +345,29 @@ def _about_loss_dtype(findings: Findings) -> _Remarks:
 # --- the loss scale ---
 
 
-def _about_scale(findings: Findings) -> _Remarks:
+def _about_scale(report: Diagnosis) -> _Remarks:
     """Yields remarks on the loss scale: whether one is needed, and which one fits."""
-    fits = findings.scale_that_fits
-    # If a scale of 1 is too large already, it is because of what is wrong.
-    if not fits or (findings.wrong and fits.largest < 1):
+    fits = report.scale_that_fits
+    # If even a scale of 1 is too large, the cause is what is wrong, not the scale.
+    if not fits or (report.wrong and fits.largest < 1):
         return
-    groups = findings.underflow.values()
+    groups = report.underflow.values()
     scale = scale_name(fits.scale)
     are_still_lost = any(group.left > TOLERANCE for group in groups)
-    if are_still_lost and findings.overflow:
+    if are_still_lost and report.overflow:
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
-            _REMEDIES[How.OVERFLOWS].format(line=findings.overflow.line),
+            _REMEDIES[How.OVERFLOWS].format(line=report.overflow.line),
         )
-    # Gradients that are only off at a scale of 1, and do not underflow, need 2 or more.
-    least_bits = 1 if findings.off_without else 0
+    # Gradients that do not underflow, but are off at a scale of 1, need at least 2**1.
+    least_bits = 1 if report.off_without else 0
     bits = max((group.bits for group in groups), default=least_bits)
-    yours = findings.loss_scale
+    yours = report.loss_scale
     if yours is None:
-        are_wrong_at_1 = groups or findings.off_without
-        if are_wrong_at_1 or not findings.is_finite_without:
-            yield _without_a_scale(findings, scale), _wrap(findings, fits, bits)
+        are_wrong_at_1 = groups or report.off_without
+        if are_wrong_at_1 or not report.is_finite_without:
+            yield _without_a_scale(report, scale), _wrap(report, fits, bits)
         return
     smallest = min(2.0**bits, fits.scale)
     if not smallest <= yours <= fits.largest:
@@ -360,34 +378,39 @@ def _about_scale(findings: Findings) -> _Remarks:
         )
 
 
-def _without_a_scale(findings: Findings, scale: str) -> str:
-    """Says what happens without a loss scale; `scale` is the name of the one that fits."""
+def _without_a_scale(report: Diagnosis, scale: str) -> str:
+    """Says what goes wrong without a loss scale.
+
+    Args:
+      report: what the runs show.
+      scale: the loss scale that fits, as text.
+    """
     without = f"Without a loss scale of about {scale},"
-    if not findings.is_finite_without:
+    if not report.is_finite_without:
         return f"{without} gradients are not finite."
-    if findings.underflow:
-        # The first group is that of all gradients, or else the one that loses most.
-        name, group = next(iter(findings.underflow.items()))
+    if report.underflow:
+        # The groups are sorted: that of all gradients, if listed, then the worst.
+        name, group = next(iter(report.underflow.items()))
         of_group = "" if name == ALL else f" ({name})"
         return (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
             f"gradients{of_group} to underflow."
         )
-    off = findings.off_without
+    off = report.off_without
     worst = max(off, key=off.__getitem__)
     return f"{without} the gradient of {worst} is off by {off[worst]:.1%}."
 
 
-def _wrap(findings: Findings, fits: InitialScale, bits: int) -> str:
+def _wrap(report: Diagnosis, fits: InitialScale, bits: int) -> str:
     """Advises to wrap the optimizer, and names a scale unless the default one fits.
 
     Args:
-      findings: what the runs show.
+      report: what the runs show.
       fits: the loss scale that fits.
       bits: the smallest loss scale that is large enough is 2**bits.
     """
     exponent = round(math.log2(fits.scale))
-    if bits <= _DEFAULT_EXPONENT <= exponent and findings.is_finite_without:
+    if bits <= _DEFAULT_EXPONENT <= exponent and report.is_finite_without:
         return "Wrap the optimizer: with_loss_scale(optimizer)."
     scale = f"initial_scale=2.0**{exponent}"
     if exponent < 0:

@@ -1,7 +1,8 @@
 """The style that `Diagnosis.plot` and the functions of `ols.plot` share.
 
-If matplotlib is missing, importing this file raises an `ImportError` that says how to
-install it.
+Importing this file imports matplotlib, which is optional. So `Diagnosis.plot` imports
+it only when it is called. Without matplotlib, the import raises an `ImportError` that
+says how to install it.
 """
 
 from optax_lossscale._arrays import messages

@@ -1,9 +1,10 @@
-"""Runs the inside of a `shard_map` on stacks, which hold the arrays of all its devices.
+"""Runs the program in a `shard_map` piece by piece, on *stacks* of all devices' arrays.
 
-Python runs the program in a `shard_map` piece by piece, so the values between two
-pieces exist outside of the `shard_map`. There, an array of shape (3,) on each of 4
-devices is one array of shape (4, 3), whose first axis is divided among the devices. A
-second `shard_map` inside the first, over 2 further devices, adds an axis: (4, 2, 3).
+Between two pieces, Python holds values that exist only inside the `shard_map`, where
+each device has an array of its own. A stack joins these into one array outside. An
+array of shape (3,) on each of 4 devices becomes a stack of shape (4, 3), whose first
+axis is divided among the devices. A second `shard_map` inside the first, over a mesh
+axis of size 2, adds an axis: (4, 2, 3).
 
 `Devices.enter` converts the operands of a `shard_map` to stacks, `Devices.over_stacks`
 makes a function of one device's arrays apply to stacks, and `Devices.exit` converts the
@@ -26,7 +27,13 @@ from optax_lossscale._programs.versions import mapped_axes
 
 
 class _ShardMap(NamedTuple):
-    """The mesh axes that one `shard_map` maps over."""
+    """The mesh axes that one `shard_map` maps over.
+
+    Attributes:
+      mesh: the mesh of the `shard_map`.
+      axes: the names of those axes of the mesh that this `shard_map` maps over, and no
+        enclosing one.
+    """
 
     mesh: Any
     axes: tuple[str, ...]
@@ -75,9 +82,14 @@ class _ShardMap(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices that a program runs on: those of the `shard_map`s around it."""
+    """The devices that a program runs on: those of the `shard_map`s around it.
 
-    maps: tuple[_ShardMap, ...] = ()  # the outermost first
+    Attributes:
+      maps: the `shard_map`s around the program, the outermost first. Without any, a
+        stack is the array itself.
+    """
+
+    maps: tuple[_ShardMap, ...] = ()
 
     def inside(self, eqn: JaxprEqn) -> "Devices":
         """Returns the devices inside a `shard_map` that runs on these devices."""
@@ -114,7 +126,7 @@ def _on_each_device(
 ) -> Callable:
     """Compiles a function that runs on each device of the innermost `shard_map`.
 
-    The result is cached, so that all iterations of a loop share it.
+    The cache matters in a loop: without it, each iteration would compile anew.
     """
     *outer, inner = devices.maps
     mapped = inner.over_shards(function, in_spec, out_spec)

@@ -2,9 +2,11 @@
 
 The gradient is traced (in `gradient.py`) and run beside float32 (`run.py`). From these
 runs, this file fills in the report: what is off and why (`wrong.py`, `choices.py`),
-which loss scale fits (`scale.py`), and what to do (`advice.py`).
+which loss scale fits (`scale.py`), and what to do (`advice.py`). For the package's
+words, such as *note* and *reference*, see its docstring.
 """
 
+import dataclasses
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -20,7 +22,7 @@ from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.page import Diagnosis, Findings
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
@@ -40,36 +42,43 @@ def diagnose(
 ) -> Diagnosis:
     """Reports whether a model can run in 16 bits as it is, and what to change if it cannot.
 
-    Runs the gradient of the loss function and computes every value twice: as the
-    program does, and in float32. It does so at a loss scale of 1 and, where gradients
-    are in float16, at the scale that fits. The report says whether the loss, the
-    gradients and the values inside the model are right. Where they are wrong, it names
-    the line and the layer, and says what to do. It also says which loss scale fits, and
-    how many gradients are lost to underflow. A loss function that computes in float32
-    is diagnosed as `autocast` runs it.
+    Call it before you train a model in 16 bits, and when training in 16 bits goes
+    wrong: when the loss scale collapses, the loss is NaN, or gradients vanish or look
+    wrong. Then give it the parameters and the batch of such a step. A skipped step
+    leaves the parameters as they were, so you can diagnose it afterwards, if you keep
+    its batch. Other parameters and batches may behave differently.
+
+    `diagnose` runs the gradient of the loss function, and computes every value twice:
+    as the program does, and in float32. It does so at a loss scale of 1 and, where
+    gradients are in float16, at the scale that fits. The report says whether the loss,
+    the gradients and the values inside the model are right. Where they are wrong, it
+    names the line and the layer, and says what to do. It also says which loss scale
+    fits, and how many gradients are lost to underflow. A loss function that computes in
+    float32 is diagnosed as `autocast` runs it.
 
     The values in float32 follow the choices of the program, such as indices and
     branches. If float32 would choose otherwise, or if anything is off, the gradient is
-    also run in float32 with its own choices, and compared with float64. Constants are
-    as tracing the program left them, in float32 as well: where bfloat16 has rounded
-    0.999 to 1, it is 1 in float32 too, and no error is found.
+    also run in float32 with its own choices, and compared with float64.
 
-    A long run prints a line of progress to stderr every 10 seconds or so.
+    An error that was made before or during tracing is not found. If bfloat16 has
+    rounded a constant 0.999 to 1 in the traced program, it is 1 in float32 as well.
 
-    Call `diagnose` on the host, with a loss function that names no axis of a
-    surrounding `pmap` or `shard_map`. A skipped step leaves the parameters as they
-    were, so you can diagnose it afterwards, if you keep its batch. Other parameters and
-    batches may behave differently.
+    Call `diagnose` on the host, outside `jit`, with a loss function that names no axis
+    of a surrounding `pmap` or `shard_map`. It compiles the gradient in many small
+    pieces, and compares their results on the host, so it takes far longer than a
+    training step. In a long run, it prints its progress to stderr, about every 10
+    seconds.
 
     Args:
       loss_fn: a function of `(params, *args, **kwargs)` that returns the loss. The loss
         need not be scaled: `scale_gradient` has no effect here.
-      params: the parameters: a tree of arrays, or a module of NNX or Equinox.
+      params: the parameters: a tree of arrays, or a module of NNX or Equinox. The
+        gradient is taken with respect to its floating-point and complex arrays.
       *args: a batch. Anything that is not an array is passed on as it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`. The floats in `aux` are
         compared, too, like the values inside the model.
-      opt_state: the optimizer's state, whose loss scale is compared with the scale that
-        fits.
+      opt_state: the optimizer's state. If you give it, the report says whether its loss
+        scale is too large or too small.
       **kwargs: further keyword arguments of `loss_fn`.
 
     Returns:
@@ -120,17 +129,17 @@ def _report(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
     """Writes the report on a gradient and its runs."""
-    findings = _findings(gradient, runs, is_autocast, opt_state)
+    report = _report_without_advice(gradient, runs, is_autocast, opt_state)
     products = report_of(gradient.forward).products
     widened = [product for product in products if product.is_widened]
-    verdict, advice = verdict_and_advice(findings, widened)
-    return Diagnosis(verdict=verdict, advice=advice, **vars(findings))
+    verdict, advice = verdict_and_advice(report, widened)
+    return dataclasses.replace(report, verdict=verdict, advice=advice)
 
 
-def _findings(
+def _report_without_advice(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
-) -> Findings:
-    """Collects what the runs show."""
+) -> Diagnosis:
+    """Collects what the runs show, in a report whose verdict and advice are empty."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
@@ -140,9 +149,9 @@ def _findings(
     underflow = {}
     if runs.fit.scale is not None and np.float16 in dtypes:
         underflow = underflow_by_group(runs.at_1.grads, run.grads, right)
-    # If a result is wrong already, how much the choices change it would not be known.
+    # If a result is wrong already, it is not known how much of that is due to choices.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
-    return Findings(
+    return Diagnosis(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
@@ -164,11 +173,13 @@ def _findings(
         underflow=underflow,
         not_compared=runs.not_compared,
         table=table_of(run.notes),
+        verdict="",
+        advice=[],
     )
 
 
 def _loss_scale_in(opt_state: Any) -> float | None:
-    """Returns the number of the loss scale in an optimizer's state, if it holds one."""
+    """Returns the loss scale in an optimizer's state as a number, or None without one."""
     if not loss_scales_in(opt_state):
         return None
     loss_scale = get_loss_scale(opt_state)
@@ -176,16 +187,17 @@ def _loss_scale_in(opt_state: Any) -> float | None:
 
 
 def _undetermined(run: Run, judged: Container[str]) -> tuple[str, ...]:
-    """Names the gradients that were not judged, except constants, which are exact."""
+    """Names the gradients that were not judged, except constant ones, which are exact."""
     return tuple(
         name for name, value in run.grads.items() if value.note and name not in judged
     )
 
 
 def _loss_in_float32(runs: Runs) -> float:
-    """Returns the loss in float32 with the program's choices.
+    """Returns the loss in float32, for the report to compare with the program's.
 
-    If it is not finite with these, it returns the loss with float32's own choices.
+    It follows the program's choices. If it is not finite with these, the loss with
+    float32's own choices is returned instead, if there was a run in float32.
     """
     loss = runs.fitting.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
@@ -194,9 +206,9 @@ def _loss_in_float32(runs: Runs) -> float:
 
 
 def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """Returns how far gradients are off without a loss scale, if they are right with one.
+    """Returns the gradients that need a loss scale, and how far they are off without it.
 
-    Gradients that are off by 5% or less are left out.
+    These are right at the scale that fits, and off by more than 5% at a scale of 1.
     """
     off = {}
     for name, value in runs.at_1.grads.items():

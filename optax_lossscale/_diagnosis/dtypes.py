@@ -6,13 +6,14 @@ on one line, as in
     float16→float32 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
 
 where half of all multiplications are in a product of a float16 array, which was first
-widened to float32, and a float32 array. Products are listed in every dtype, sums and
-exponentials only in 16 bits or fewer, and operations that no jaxpr shows always.
+widened to float32, and a float32 array. Products are listed in every dtype, and so are
+operations whose inside no jaxpr shows, such as kernels. Sums and exponentials are
+listed only in 16 bits or fewer, where they may go wrong.
 """
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -55,14 +56,16 @@ class Operation(NamedTuple):
         the two arrays that it multiplies. An operation that cannot be looked into and
         reads no floats has the dtypes of its results here.
       before: the dtypes that the operands had before they were converted to wider ones,
-        in the function that computes with them or in one that calls it.
+        in the function that computes with them or in one that calls it. Where they
+        differ from `operands`, an operand was widened.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
       count: how many of these operations the program has.
       multiplications: how many multiplications one run computes; 0 if these operations
         are not products.
       terms: the most numbers that one of these operations sums into one.
-      by_choice: whether a product has its dtype on purpose. It asks for HIGHEST
-        precision or for an algorithm, other than by default, or Optax made it.
+      by_choice: whether a product has its dtype on purpose: because its call sets
+        HIGHEST precision or an algorithm, and that is not the default, or because Optax
+        made it.
     """
 
     primitive: str
@@ -98,7 +101,8 @@ class DtypeReport(NamedTuple):
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
       narrow: sums, inner products, products of many numbers, exponentials, logarithms
-        and powers in 16 bits or fewer, in the same order.
+        and powers in 16 bits or fewer, in the same order. They may lose small terms, or
+        overflow, so see whether any of them should be in float32.
       opaque: operations that cannot be looked into: kernels, callbacks, foreign calls,
         and operations that this version does not know.
     """
@@ -144,19 +148,19 @@ class DtypeReport(NamedTuple):
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """Reports in which dtypes a function computes, and which source lines made it so.
 
-    JAX promotes operands to the widest dtype among them, and so do Flax's modules
-    without a `dtype`. A single float32 input is therefore enough to have everything
-    after it computed in float32, which shows only in the time that it takes. `autocast`
-    avoids that. This report counts matrix products and convolutions, and their
-    multiplications, by the dtype of their operands. It also lists where sums,
-    exponentials, logarithms and powers are computed in 16 bits, which have few digits
-    and a small range.
+    Use it if a model in 16 bits is no faster than in float32. JAX promotes operands to
+    the widest dtype among them, and so do Flax's modules without a `dtype`. A single
+    float32 input is therefore enough to have everything after it computed in float32,
+    which shows only in the time that it takes. `autocast` avoids that. The report
+    counts matrix products and convolutions, and their multiplications, by the dtype of
+    their operands. It also lists where sums, exponentials, logarithms and powers are
+    computed in 16 bits, which have few digits and a small range.
 
     It traces the function with everything inside, but runs and compiles nothing, so
-    shapes are enough. Give it the training step to include the backward pass. Every
-    branch of a `cond` counts as run, and the body of a `while` as run once. Outer
-    products, which sum nothing, do not count as products, and neither do inner
-    products, whose results are single numbers.
+    shapes are enough. To include the backward pass, give it the whole training step.
+    Every branch of a `cond` counts as run, and the body of a `while` as run once. Outer
+    products, which sum nothing, do not count as products. Neither do inner products,
+    whose results are single numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
@@ -210,7 +214,7 @@ def _report_of(
 
     Args:
       jaxpr: the program.
-      default_precision: the precision of a product whose call does not ask for one.
+      default_precision: the precision of a product whose call does not set one.
       line: the user's line that runs the program; "" for the whole program.
       before: the dtypes that its arguments had before the caller widened them. If it is
         empty, they count as not widened.
@@ -302,23 +306,21 @@ def _times_run(eqn: JaxprEqn) -> int:
 
 
 def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
-    """Merges the operations that differ only in how much they compute.
+    """Merges operations of one kind, which differ only in how much they compute.
 
-    Their counts and multiplications are added up, and the most terms are kept.
+    Their counts and multiplications are added up. Of their `terms`, the largest is
+    kept.
     """
-    by_kind: dict[Operation, list[Operation]] = defaultdict(list)
+    totals: dict[Operation, Operation] = {}
     for operation in itertools.chain.from_iterable(lists):
         kind = operation._replace(count=0, multiplications=0, terms=0)
-        by_kind[kind].append(operation)
-    merged = []
-    for kind, operations in by_kind.items():
-        total = kind._replace(
-            count=sum(operation.count for operation in operations),
-            multiplications=sum(operation.multiplications for operation in operations),
-            terms=max(operation.terms for operation in operations),
+        total = totals.get(kind, kind)
+        totals[kind] = total._replace(
+            count=total.count + operation.count,
+            multiplications=total.multiplications + operation.multiplications,
+            terms=max(total.terms, operation.terms),
         )
-        merged.append(total)
-    return tuple(merged)
+    return tuple(totals.values())
 
 
 def _row(operation: Operation, total: int) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""The equations of a program, and which of them leave numbers as they are.
+"""The equations of a program, and which of them return the numbers of an operand.
 
 `equations(program)` returns the equations of a program and of the loops, branches and
 calls in it. `keeps_numbers(eqn)` is true of a transpose, which only moves numbers, and
-of a cast from float16 to float32, which is exact. It is false of `x * 2`. A result that
-keeps all numbers of its operand is as far off as the operand, and shares its note.
+of a cast from float16 to float32, which is exact. It is false of `x * 2`, and of a cast
+to float16, which rounds. A result of exact numbers of its operand is as far off as the
+operand, so `diagnose` need not compare it again.
 """
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -32,17 +33,17 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
 def is_one_to_one(eqn: JaxprEqn) -> bool:
     """Whether each result depends only on the operand in the same position.
 
-    Examples are an `optimization_barrier` and a `psum`, which may have several
-    operands and results.
+    This is true of an `optimization_barrier` or a `psum` of several arrays. The error
+    of one array says nothing about the others there.
     """
     moves_or_sends = bool(traits(eqn) & (Trait.MOVES | Trait.SENDS))
     return moves_or_sends and len(eqn.invars) == len(eqn.outvars)
 
 
 def keeps_numbers(eqn: JaxprEqn) -> bool:
-    """Whether an equation only moves, drops, repeats or widens numbers.
+    """Whether each result consists of exact numbers of one operand.
 
-    All numbers of a result must come from one operand.
+    Such an equation only moves, drops, repeats or widens numbers.
     """
     if Trait.CASTS in traits(eqn):
         (operand,) = eqn.invars

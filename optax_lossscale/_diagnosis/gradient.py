@@ -1,11 +1,14 @@
-"""Traces the loss and its gradient as one program, from arrays to arrays.
+"""Traces the loss and its gradient as one program, with the loss scale as an argument.
 
 For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed` times the
-gradient with respect to `w`. It takes the arrays among the inputs of the loss function,
-which are its parameters, arguments and keyword arguments. Its last argument is the
-*seed*, the cotangent of the loss, which is the loss scale. It returns the loss, the
-scaled gradient of each parameter, and the floats that the loss function returns beside
-the loss, such as batch statistics.
+gradient with respect to `w`. The *seed* is the cotangent of the loss, and so the loss
+scale. Because it is an argument, one program runs at every scale, and the part that
+does not depend on the seed, the forward pass, runs only once.
+
+The arguments of the program are the arrays among the parameters, arguments and keyword
+arguments of the loss function, and then the seed. Its results are the loss, the scaled
+gradient of each parameter, and the floats that the loss function returns beside the
+loss, such as batch statistics.
 """
 
 from collections import Counter
@@ -37,12 +40,19 @@ from optax_lossscale._step.loss import check_scalar, loss_of
 
 
 class Gradient(NamedTuple):
-    """The program of a loss and its gradient, with its arguments."""
+    """The program of a loss and its gradient, with its arguments.
+
+    Attributes:
+      jaxpr: the program.
+      forward: the equations of `jaxpr` that do not depend on the seed.
+      arguments: all arguments but the seed.
+      narrow_dtypes: the dtypes of 16 bits or fewer among the results of all equations.
+    """
 
     jaxpr: ClosedJaxpr
-    forward: Jaxpr  # the equations of `jaxpr` that do not depend on the seed
-    arguments: list[Argument]  # all but the seed
-    narrow_dtypes: tuple[np.dtype, ...]  # of 16 bits or fewer, of any equation's result
+    forward: Jaxpr
+    arguments: list[Argument]
+    narrow_dtypes: tuple[np.dtype, ...]
 
     @property
     def parameters(self) -> dict[str, Array]:
@@ -57,6 +67,10 @@ def gradient_of(
 
     Inputs that are not arrays are passed on to the loss function unchanged, except for
     parameters that `_with_floats_as_arrays` converts.
+
+    Raises:
+      TypeError: if an argument is a `jax.ShapeDtypeStruct`, if the loss is not a real
+        floating-point scalar, or if the program creates a `jax.Ref`.
     """
     inputs = (_with_floats_as_arrays(params), args, kwargs)
     arguments = _arguments(inputs)
@@ -122,7 +136,8 @@ def _gradient_function(
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
     """Selects the equations of a gradient that do not depend on its seed.
 
-    The result can be inspected, but not run: no equation computes its gradients.
+    The jaxpr that it returns can be inspected, but not run: its results include the
+    gradients, which none of its equations computes.
     """
     backward: set[Var] = {jaxpr.invars[-1]}
     forward_eqns = []
@@ -159,9 +174,11 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
 
 
 def _arguments(inputs: tuple) -> list[Argument]:
-    """Names each array among the inputs of the loss function.
+    """Names each array among the inputs of the loss function by its path.
 
-    A variable of Flax NNX that is in two places is listed once.
+    A parameter is named by its path in `params`, such as `encoder/w`, and any other
+    array as in `args/0` or `kwargs/mask`. A variable of Flax NNX that is in two places
+    is listed once.
     """
     prefixes = ("", "args/", "kwargs/")
     arguments = []
@@ -179,10 +196,11 @@ def _arguments(inputs: tuple) -> list[Argument]:
 
 
 def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
-    """Numbers arguments of the same name.
+    """Numbers arguments of the same name, so that each gradient has a name of its own.
 
-    For example, both arrays in `{"a/b": x, "a": {"b": y}}` have the name `a/b`. A name
-    that reports use for something else, such as "the loss", is numbered, too.
+    For example, both arrays in `{"a/b": x, "a": {"b": y}}` have the path `a/b`. An
+    argument whose path a report uses for something else, such as "the loss", is
+    numbered as well.
     """
     names = [argument.name for argument in arguments]
     counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
@@ -195,7 +213,10 @@ def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
 
 
 def _refuse_refs(jaxpr: Jaxpr) -> None:
-    """Raises if a program creates a `jax.Ref`, an array that is changed in place."""
+    """Raises if a program creates a `jax.Ref`, an array that is changed in place.
+
+    A note records one value of a variable, and a `jax.Ref` has a new one at each write.
+    """
     for eqn in equations(jaxpr):
         if any(map(is_ref, eqn.outvars)):
             raise TypeError(

@@ -1,15 +1,22 @@
 """Runs loops and branches in Python, one iteration after the other, on pairs.
 
 Each iteration makes its own notes, so they show in which iteration numbers go wrong.
-The values that the program computes decide which branch runs and when a loop ends. The
-references follow them.
+Which branch runs and when a loop ends depends on the values that the program computes,
+not on their references.
 
-The examples of a batched `while` may need different numbers of iterations. So may the
-devices of a `shard_map`, which may also take different branches. The body or branch
+The examples of a `while` under `vmap` may need different numbers of iterations. So may
+the devices of a `shard_map`, which may also take different branches. The body or branch
 then runs on the whole array, and its results are kept only for the *active* examples or
-devices: those whose loop goes on, or that take the branch. The inactive ones compute on
-copies of an active one, so that no note describes numbers that the program never
-computes.
+devices: those whose loop goes on, or that take the branch. An example is a loop over
+three examples that halves `x` while `x > 1`:
+
+    carry      [0.8, 5.0, 9.0]    the first example is inactive
+    body of    [5.0, 5.0, 9.0]    a copy of an active example takes its place
+    returns    [2.5, 2.5, 4.5]
+    new carry  [0.8, 2.5, 4.5]    the results of active examples only
+
+Without the copies, the body would run on the 0.8 as well. In another loop, that might
+overflow, and a note would report an overflow that the program never has.
 """
 
 import itertools
@@ -26,9 +33,9 @@ from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carry_positions, first_inner_operand
 
 RunsProgram = Callable[..., list[Value]]
-"""Runs a program on values: `run(program, values)`.
+"""A function that runs a program on values: `run(program, values)`.
 
-The call for iteration `n` of a loop is `run(program, values, (n,))`.
+For iteration `n` of a loop, call `run(program, values, (n,))`, so that notes hold `n`.
 """
 
 
@@ -90,9 +97,9 @@ def while_loop(
 def cond(
     instruction: Instruction, operands: Sequence[Value], run: RunsProgram
 ) -> list[Value]:
-    """Runs the branch that the index of a `cond` chooses.
+    """Runs the branch that the index of a `cond` selects.
 
-    If the index differs between devices, each branch runs that a device chooses.
+    If the index differs between devices, every branch runs that a device selects.
     """
     branches = instruction.programs
     index, *branch_operands = operands
@@ -102,7 +109,7 @@ def cond(
         active = np.asarray(chosen == number)
         active_operands = _with_inactive_filled(active, branch_operands)
         branch_results = run(branches[number], active_operands)
-        # The first branch has no earlier results to take the inactive devices from.
+        # For the first branch, there are no earlier results for the inactive devices.
         results = _select(active, branch_results, results or branch_results)
     return results
 
@@ -147,7 +154,9 @@ def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
 def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
     """Slices a stack into a value for each iteration.
 
-    If a loop made the stack, each row gets back the note that it had in that loop.
+    If a loop made the stack, each row gets back the note that it had in that loop. In a
+    backward pass, errors can so be followed into the iteration of the forward pass that
+    made them.
     """
     pair = jax.tree.map(_on_host, stack.pair)
     all_devices = [slice(None)] * axis

@@ -1,10 +1,10 @@
 """Notes: how accurate and how large each result is, and what it was computed from.
 
 A `Note` belongs to one result of one equation, in one iteration of the loops around the
-equation. Its `reads` are the notes of the operands, so the notes of a run form a graph:
-for `y = exp(x)`, the note of `y` reads the note of `x`. `cause` and `scale` follow this
-graph back from a result that is off or overflows. All iterations of an equation share
-an `Origin`, which holds the equation's source line and scope.
+equation. Its `reads` are the notes of the operands, so the notes of a run form a graph.
+For `y = exp(x)`, the note of `x` is in the `reads` of the note of `y`. `cause` and
+`scale` follow this graph back from a result that is off or overflows. All iterations of
+an equation share an `Origin`, which holds the equation's source line and scope.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from optax_lossscale._programs.values import is_inexact_dtype
 THE_LOSS = "the loss"
 """The name of the loss in reports.
 
-An argument with this name, or with one of the next two, gets a number.
+An argument whose path is this, or one of the next two, is given a number in its name.
 """
 
 ALL = "all"
@@ -43,25 +43,35 @@ class Origin:
 
     If a loop or branch only moves numbers, such as the rows of a stack, they keep the
     origin of the equation that computed them, as `moved` changes it.
+
+    Attributes:
+      name: the path of an argument; "" for an equation.
+      is_parameter: whether the gradient is with respect to this argument.
+      primitive: JAX's name of the operation; "" if it is an argument, or moved.
+      source: the user's line that made the equation.
+      scope: the equation's scopes, such as `encoder/layer_3`.
+      is_derivative: whether JAX transposed the equation: for the backward pass of the
+        loss, or for a derivative inside the loss function, where `Note.is_backward` is
+        False.
+      terms: how many terms each number of a product or sum adds up.
+      stays_narrow: whether it computes in 16 bits even on wider floats.
+      has_lost_constant: whether it adds, or multiplies by, a constant that rounding may
+        have made 0 or infinite.
     """
 
-    name: str = ""  # the path of an argument; "" for an equation
-    is_parameter: bool = False  # whether the gradient is with respect to this argument
-    primitive: str = ""  # the name of the operation; "" if it is an argument or moved
-    source: str = ""  # the user's line that made the equation
-    scope: str = ""  # the equation's scopes, such as `encoder/layer_3`
-    # Whether JAX transposed the equation, either for the backward pass of the loss or
-    # for a derivative inside the loss function, where `Note.is_backward` is False
+    name: str = ""
+    is_parameter: bool = False
+    primitive: str = ""
+    source: str = ""
+    scope: str = ""
     is_derivative: bool = False
-    terms: int = 1  # how many terms each number of a product or sum adds up
-    stays_narrow: bool = False  # whether it computes in 16 bits even on wider floats
-    # Whether it adds, or multiplies by, a constant that rounding may have made 0 or
-    # infinite
+    terms: int = 1
+    stays_narrow: bool = False
     has_lost_constant: bool = False
 
     @property
     def moved(self) -> "Origin":
-        """The origin of its results after a loop or branch has moved them."""
+        """The origin of the same numbers after a loop or branch has moved them."""
         return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
@@ -69,18 +79,23 @@ class Origin:
 class Note(Figures):
     """The error and size of one result of an equation, in one iteration of its loops.
 
+    Print it for its line, layer and iteration, such as
+    `exp at model.py:12 (f) [encoder/layer_3, iteration 2]`.
+
     Attributes:
       origin: the equation that computed the result, or the argument of the program.
       dtype: the dtype of the result.
       position: the position of the result among the results of its equation.
-      rounds: the number of the iteration of each loop around the equation, counted from
-        0, the outermost loop first.
+      rounds: in which iteration of each loop around the equation it was computed,
+        counted from 0, the outermost loop first; empty outside of loops.
       is_backward: whether the result belongs to the backward pass. It is then
         proportional to the loss scale, unless the backward pass is not linear.
-      reads: the notes of the operands. A report leaves them out.
-      before: the largest `error` of an operand.
+      reads: the notes of the operands. They are left out of a report, because with them
+        each note would keep all earlier ones.
+      before: the largest `error` of an operand. If `error` is far larger, the equation
+        itself is to blame.
       nearest: the parameters from which the fewest equations lead to the result. They
-        are set in a report only.
+        tell the layer where no scope does, and are set in a report only.
     """
 
     origin: Origin
@@ -94,7 +109,7 @@ class Note(Figures):
 
     @property
     def is_computed(self) -> bool:
-        """Whether an equation computed it: it is no argument, and was not moved."""
+        """Whether an equation computed it: it is not an argument, and was not moved."""
         return self.origin.primitive != ""
 
     @property
@@ -117,7 +132,7 @@ class Note(Figures):
 
     @property
     def result(self) -> tuple[Origin, int, tuple[int, ...]]:
-        """A key that a computed result also has in another run of the program."""
+        """A key for a computed result, equal in all runs of the program."""
         return self.origin, self.position, self.rounds
 
     @property
@@ -132,7 +147,7 @@ class Note(Figures):
 
     @property
     def layer(self) -> str:
-        """The scope of the equation, or if it is in none, the nearest parameters."""
+        """The scope of the equation, or if it has none, the nearest parameters."""
         return self.origin.scope or abridged(self.nearest)
 
     @property
@@ -162,11 +177,22 @@ def note_of(
     figures: Figures,
     origin: Origin,
     dtype: np.dtype,
-    reads: Sequence[Note],
-    rounds: tuple[int, ...],
+    reads: Sequence[Note] = (),
+    rounds: tuple[int, ...] = (),
     position: int = 0,
+    is_seed: bool = False,
 ) -> Note:
-    """Builds the note of a result; derives `is_backward` and `before` from `reads`."""
+    """Builds the note of a result or an argument, from its figures and where it is from.
+
+    Args:
+      figures: how far it is from its reference, and how large it is.
+      origin: the equation or the argument.
+      dtype: its dtype.
+      reads: the notes of the operands, from which `is_backward` and `before` follow.
+      rounds: the current iteration of each loop, the outermost first.
+      position: the position of the result among the results of its equation.
+      is_seed: whether it is the seed of the backward pass.
+    """
     before = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
@@ -174,7 +200,7 @@ def note_of(
         dtype=dtype,
         position=position,
         rounds=rounds,
-        is_backward=any(read.is_backward for read in reads),
+        is_backward=is_seed or any(read.is_backward for read in reads),
         reads=reads,
         before=before,
     )
@@ -197,7 +223,7 @@ def _nearest_to(note: Note) -> tuple[str, ...]:
 def back_from(
     notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
-    """Yields notes, then the notes that they read, and so on, each note once.
+    """Yields notes, then those of their operands, and so on, each note once.
 
     The search is depth-first, and begins with the last note of `notes`.
 
@@ -220,8 +246,8 @@ def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
     info = jnp.finfo(dtype)
     largest = float(info.max)
     _, exponent = math.frexp(largest)
-    # Half the distance between the two largest numbers. What is less than this above the
-    # largest is rounded down to it.
+    # Half the distance between the two largest numbers. A number that is less than this
+    # above the largest is rounded down to it.
     half_step = math.ldexp(float(info.eps), exponent - 2)
     return largest + half_step
 

@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills `Findings` from its runs. A `Diagnosis` adds a verdict and advice,
-which `advice.py` words. Printing a `Diagnosis` prints the page: sentences about the
-dtypes, the verdict and the loss scale, tables of what is wrong and of what underflows,
-and the advice. A shortened example:
+`diagnose` fills a `Diagnosis` from its runs. The verdict and the advice come last,
+because `advice.py` derives them from all other fields. Printing a `Diagnosis` prints
+the page: sentences about the dtypes, the verdict and the loss scale, tables of what is
+wrong and of what underflows, and the advice. A shortened example:
 
     Computes in float16 (100.0% of the multiplications); the loss is float32.
     Without a loss scale, float16 loses 95.7% of the gradients to underflow.
@@ -35,8 +35,68 @@ _SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are pri
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Findings:
-    """What the runs show: all fields of a `Diagnosis` except its verdict and advice."""
+class Diagnosis:
+    """The result of `diagnose`: print it, and do what its last lines say.
+
+    Its attributes hold what is printed, and more. For example, `initial_scale.scale` is
+    the loss scale to begin with, and a test of a model can require that `wrong` is
+    empty.
+
+    Attributes:
+      verdict: whether 16 bits are fine as they are, and if not, what is wrong.
+      advice: what to do, in order of importance; `["Nothing."]` if all is fine.
+      is_autocast: whether the loss function itself computes in float32, so that the
+        report is about `autocast` of it.
+      dtypes: the `dtype_report` of the program that computes the gradients.
+      computes_in: the dtypes of 16 bits and fewer that the model computes in.
+      loss: the loss, as the program computes it.
+      loss_in_float32: the loss in float32 that follows the program's choices. If it is
+        finite only with float32's own choices, it is the loss with these.
+      loss_dtype: the dtype of the loss.
+      scale: the loss scale at which the gradients were compared.
+      loss_scale: the loss scale in the optimizer's state, or None if there is no state
+        or no loss scale in it.
+      wrong: what is wrong, and why: first the loss, then gradients, the worst first. A
+        result is wrong if it is off by more than 5%, not finite even in float32, or not
+        in proportion to the loss scale. If the loss and all gradients are right, there
+        is at most one value inside the model: a value in `aux` that is finite in
+        float32 only, or else the first one that is off by more than 5% in more than a
+        fifth of its numbers.
+      off: how far the loss and each gradient are from float32's, relative to those. A
+        loss whose terms cancel is compared with how much it changes with the
+        parameters. Left out are results that float32 does not determine, because it is
+        off from float64 as well, such as the gradient of a bias before a normalization.
+        So are differences of two equal things, results that are not finite in float32,
+        and constant gradients.
+      off_by_choices: how far the loss and gradients are from those of float32 with its
+        own choices, such as indices, masks and branches, where that is more than 5%. It
+        is empty if any result is wrong already with the choices of the program.
+      choices: where float32 would have chosen other indices, masks, branches or numbers
+        of iterations. Each line is listed once, with the choice that differs most. If
+        only a small share of a choice differs, as near a tie, it is left out, unless
+        choices put the loss off or a gradient far off.
+      initial_scale: the loss scale that fits. It is None if gradients are finite at
+        none of the scales tried, or if the loss or float32's results are not finite.
+      overflow: the result to blame if gradients overflow, as they do at twice
+        `initial_scale.largest`. It is the result that overflows first, or the earlier
+        one in which its numbers grew most, if they grew by a factor of 1024 or more. It
+        is None if nothing overflows.
+      undetermined: the parameters whose gradients were not judged. Float32 does not
+        determine them, or finds that they are 0, as the difference of two equal things.
+      has_gradients: whether any gradient is not 0 in float32.
+      is_finite_without: whether the loss and gradients are finite without a loss scale.
+      off_without: how far gradients are off without a loss scale. Only gradients that
+        are off by more than 5% without it, and right at `scale`, are listed: they need
+        a loss scale.
+      underflow: how many of the gradients that are not wrong underflow, by the path of
+        the parameters without its numbers. The group "all" comes first, then the group
+        that loses most. Groups that lose 1% or less, both without a loss scale and at
+        `scale`, are left out.
+      not_compared: operations that have no float32 version, each with its line: kernels
+        and others that run in 16 bits only, and callbacks that run once. What they
+        themselves round is not found.
+      table: a row for each computed result.
+    """
 
     is_autocast: bool
     dtypes: DtypeReport
@@ -59,6 +119,8 @@ class Findings:
     underflow: dict[str, Underflow]
     not_compared: tuple[tuple[str, str], ...]
     table: Table
+    verdict: str
+    advice: list[str]
 
     @property
     def scale_that_fits(self) -> InitialScale | None:
@@ -66,74 +128,22 @@ class Findings:
         is_scaled = np.float16 in self.computes_in and self.has_gradients
         return self.initial_scale if is_scaled else None
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Diagnosis(Findings):
-    """The result of `diagnose`; print it for the page.
-
-    Attributes:
-      verdict: whether 16 bits are fine as they are, and if not, what is wrong.
-      advice: what to do.
-      is_autocast: whether the loss function itself computes in float32, so that the
-        report is about `autocast` of it.
-      dtypes: the `dtype_report` of the program that computes the gradients.
-      computes_in: the dtypes of 16 bits and fewer that the model computes in.
-      loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32 that follows the program's choices; with its
-        own choices, if it is finite only with these.
-      loss_dtype: the dtype of the loss.
-      scale: the loss scale at which the gradients were compared.
-      loss_scale: the loss scale in the optimizer's state, or None if there is no state
-        or no loss scale in it.
-      wrong: the loss and gradients that are off by more than 5%, not finite even in
-        float32, or not in proportion to the loss scale, and why: the loss first, then
-        the worst gradient. If all are right, the first value inside that is off by more
-        than 5% in more than a fifth of its numbers, or a value in `aux` that is finite
-        in float32 only.
-      off: how far the loss and each gradient are from float32's, relative to those. A
-        loss whose terms cancel is compared with how much it changes with the
-        parameters. Results that float32 does not determine, because it is off from
-        float64 as well, are left out, such as the gradient of a bias before a
-        normalization. So are differences of two equal things, results that are not
-        finite in float32, and constant gradients.
-      off_by_choices: how far the loss and gradients are from those of float32 with its
-        own choices, such as indices, masks and branches, where that is more than 5%. It
-        is empty if any result is wrong already with the choices of the program.
-      choices: where float32 would have chosen other indices, masks, branches or numbers
-        of iterations. Each line is listed once, with the choice that differs most. If
-        only a small share of a choice differs, as near a tie, it is left out, unless
-        choices put the loss off or a gradient far off.
-      initial_scale: the loss scale that fits. It is None if gradients are finite at
-        none of the scales tried, or if the loss or float32's results are not finite.
-      overflow: what makes gradients infinite at twice the largest scale: the result
-        that overflows first, or an earlier one in which its numbers grew most, if they
-        grew by a factor of 1024 or more. It is None if nothing overflows.
-      undetermined: the parameters whose gradients float32 does not determine, or finds
-        to be 0, as the difference of two equal things.
-      has_gradients: whether any gradient is not 0 in float32.
-      is_finite_without: whether the loss and gradients are finite without a loss scale.
-      off_without: how far gradients are off without a loss scale. Only gradients that
-        are off by more than 5% without it, and right at `scale`, are listed.
-      underflow: how many of the gradients that are not wrong underflow, by the path of
-        the parameters without its numbers. The group "all" comes first, then the group
-        that loses most. Groups that lose 1% or less, both without a loss scale and at
-        `scale`, are left out.
-      not_compared: operations that have no float32 version, each with its line: kernels
-        and others that run in 16 bits only, and callbacks that run once.
-      table: a row for each computed result.
-    """
-
-    verdict: str
-    advice: list[str]
-
     def plot(self, axes: Any = None) -> Any:
         """Draws how large each result is, and shades what float16 cannot hold.
 
-        The results follow each other as in the program.
+        The results follow each other as in the program. Look for dots in the shade, and
+        for where they begin to rise or to fall. The dots are, in order, the rows of
+        `table.rows` whose `largest` is not 0.
 
         Args:
-          axes: the matplotlib axes to draw into and to return; by default those of a
-            new figure.
+          axes: the matplotlib axes to draw into; by default those of a new figure.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ImportError: if matplotlib is not installed.
+          TypeError: if `axes` are not matplotlib's.
         """
         from optax_lossscale._diagnosis.picture import magnitudes
 
@@ -196,7 +206,7 @@ class Diagnosis(Findings):
         yield f"Off from float32: the loss by {loss:.1%}, gradients {gradients}."
 
     def _choice_sentences(self) -> Iterator[str]:
-        """Names the choices that float32 would have made otherwise, and their effect."""
+        """Names the choices that float32 would have made otherwise, and what they change."""
         for choice in self.choices[:_SHOWN_ROWS]:
             yield (
                 f"Chosen otherwise than in float32: {choice.decided:.1%} of "

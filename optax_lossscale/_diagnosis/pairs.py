@@ -1,9 +1,14 @@
 """Pairs of a value and its reference in wider floats, and equations applied to pairs.
 
-In `y = x.astype(float16) * 3` with `x` in float32, `x` becomes a pair of equal arrays.
-The cast rounds the first to float16, and leaves the second in float32. Then both are
-multiplied by 3. The difference of the two products is the error of `y`. `compute`
-applies all equations of a piece to pairs, inside `jit`.
+For `y = x.astype(float16) * 3`, with `x` in float32, the pairs are
+
+              actual                 reference
+    x         0.1                    0.1
+    the cast  0.09998 in float16     0.1 in float32
+    y         0.2998 in float16      0.3 in float32
+
+and the difference of the last two is the error of `y`. `compute` applies all equations
+of a piece, a sequence of consecutive equations, to pairs, inside `jit`.
 """
 
 import functools
@@ -28,22 +33,29 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
-# On CPUs, XLA compiles faster without its optimizations. Most pieces run so few times
-# that compiling them takes longer than running them.
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+"""Options with which XLA compiles faster on CPUs, because it optimizes less.
+
+Most pieces run so few times that compiling them takes longer than running them.
+"""
 
 
 class Widths(NamedTuple):
     """The dtypes to which the two arrays of a pair are widened, if they hold floats.
 
     Floats that are wider already stay as they are.
+
+    Attributes:
+      actual: the dtype of the first array, or None to run the program in its own
+        dtypes.
+      reference: the dtype of the second array.
     """
 
-    actual: np.dtype | None  # None to run the program in its own dtypes
+    actual: np.dtype | None
     reference: np.dtype
 
 
@@ -62,14 +74,22 @@ with these widths needs `jax.enable_x64`.
 
 
 class Pair(NamedTuple):
-    """A value as it is computed, and the same value in wider floats."""
+    """A value as it is computed, and the same value in wider floats.
+
+    Attributes:
+      actual: the value as the program computes it, an array of any shape and dtype.
+      reference: an array of the same shape, in a wider dtype if the value is a float.
+    """
 
     actual: Array
     reference: Array
 
     @property
     def as_operand(self) -> "Pair":
-        """The pair as later equations read it: the reference follows actual choices."""
+        """The pair as later equations read it, with one choice for both arrays.
+
+        A choice of the program, such as an index, replaces that of the reference.
+        """
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
@@ -124,8 +144,8 @@ def compute(piece: Piece, widths: Widths, inputs: Sequence[Pair]) -> list[list[P
 def _resharded(v: Var, pair: Pair) -> Pair:
     """Gives the arrays of a pair the sharding that the variable had when traced.
 
-    They lost it if they were on the host since. If an axis of the mesh is explicit, JAX
-    refuses operands with another sharding.
+    Arrays lose it where they pass through the host. If an axis of the mesh is explicit,
+    JAX refuses operands with another sharding.
     """
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
@@ -153,7 +173,7 @@ def _apply(eqn: JaxprEqn, operands: Sequence[Pair], widths: Widths) -> list[Pair
     reference_operands = [pair.reference for pair in operands]
     reference = in_wide(eqn, reference_operands, widths.reference)
     pairs = list(map(Pair, actual, reference))
-    # A sort chooses an order, but its numbers compare well even if the orders differ.
+    # A sort chooses an order, but sorted numbers can be compared even if orders differ.
     if Trait.CHOOSES in traits(eqn):
         return pairs
     return _with_same_choices(pairs)
@@ -185,12 +205,14 @@ def _with_same_choices(pairs: list[Pair]) -> list[Pair]:
 @functools.cache
 def compiler_options() -> dict[str, bool | int]:
     """Returns options that keep every rounding, and on CPUs shorten the compilation."""
-    # By default, XLA may remove a cast to 16 bits and back, whose rounding counts here.
+    # By default, XLA may remove a cast to 16 bits and back, and with it the rounding
+    # that is to be measured.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":
         return options
     fast = options | _FAST_TO_COMPILE
-    # A release of XLA may drop one, and XLA does not list those that it has, so try.
+    # A release of XLA may drop an option, and XLA does not list those that it has. So
+    # see whether it compiles with them.
     try:
         jax.jit(lambda: 0.0, compiler_options=fast).lower().compile()
     except jax.errors.JaxRuntimeError:

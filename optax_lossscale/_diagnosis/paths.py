@@ -1,8 +1,9 @@
 """Paths through the graph of notes, from a result back towards the arguments.
 
-A note knows the notes of its operands. `path_from` goes from a note to that of one
+A note holds the notes of its operands. `path_from` goes from a note to that of one
 operand, for example the one that is off the most, and so on. `jump` finds where on the
-path a size, such as the error, grows most.
+path a size, such as the error, grows most. `fault` looks for a jump of the error, and
+`scale` for a jump of the largest number.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ def path_from(note: Note, step: Callable[[Note], Note | None]) -> list[Note]:
 def jump(path: Sequence[Note], sizes: Sequence[float], least: float) -> Note | None:
     """Finds the note on a path at which a size grows most.
 
-    The sizes 8, 8 and 1 for the path `[c, b, a]` grow at `b`, by a factor of 8.
+    A path leads back from a result, so sizes grow from its end to its beginning. The
+    sizes 8, 8 and 1 for the path `[c, b, a]` grow at `b`, by a factor of 8.
 
     Args:
       path: the notes, from a result back.

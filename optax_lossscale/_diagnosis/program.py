@@ -1,11 +1,14 @@
 """Divides a traced program into pieces, each of which is compiled or run by Python.
 
-An *instruction* is an equation with what a run needs to know about it, such as its
-source line. A *piece* is a sequence of consecutive instructions, which are compiled as
-one function. A piece ends after each product: `relu(relu(x @ v) @ w) @ u` becomes the
-pieces `x @ v`, `relu, @ w` and `relu, @ u`. So layers that are alike become pieces that
-are alike, and share one compiled function. A loop, branch or `shard_map` with floats is
-a piece by itself, which Python runs. The programs in it are divided in turn.
+An *instruction* is an equation, prepared once for all runs: with its source line, and
+with the variables that can be freed after it. A *piece* is a sequence of consecutive
+instructions, which are compiled as one function. A piece ends after each product:
+
+    relu(relu(x @ v) @ w) @ u    becomes    x @ v  |  relu, @ w  |  relu, @ u
+
+So equal layers become equal pieces, which share one compiled function. A loop, branch
+or `shard_map` with floats is a piece by itself, which Python runs. The programs in it
+are divided in turn.
 """
 
 import math
@@ -37,24 +40,37 @@ from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import count_terms
 
 _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
-# The scopes that JAX and autocast add; one with an arrow is the formula of an `einsum`
+"""The equations whose programs Python runs, if they compute with floats."""
+
 _ADDED_SCOPES = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
+"""The scopes that JAX and `autocast` add.
+
+One with an arrow is the formula of an `einsum`.
+"""
 
 
 class Instruction(NamedTuple):
-    """An equation with what a run needs to know about it."""
+    """An equation, prepared once for all runs.
+
+    Attributes:
+      eqn: the equation.
+      operands: its operands. A new variable stands for each literal, whose value
+        becomes a constant of the program. So pieces that differ only in literals are
+        equal.
+      origin: the operation, source line and scope of the equation.
+      programs: the programs of a loop, branch or `shard_map` that Python runs; empty
+        for any other equation.
+      noted: the positions of the results that get a note of their own. Any other
+        result, such as a transpose, shares the note of its first operand that has one.
+      frees: its operands and results that no later instruction reads.
+    """
 
     eqn: JaxprEqn
-    # A new variable stands for each literal, so the values of literals are constants of
-    # the program, and pieces that differ in nothing else are alike.
     operands: Sequence[Var]
     origin: Origin
-    # The programs of a loop, branch or `shard_map` that Python runs; else empty
     programs: Sequence["Program"]
-    # The positions of the results that get a note of their own. Any other result, such
-    # as a transpose, shares the note of its first operand that has one.
     noted: Container[int]
-    frees: Collection[Var]  # its operands and results that no later instruction reads
+    frees: Collection[Var]
 
     def operands_of(self, position: int) -> Sequence[Var]:
         """Returns the operands that the result in this position depends on."""
@@ -62,19 +78,33 @@ class Instruction(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive instructions that are compiled together, or one that Python runs."""
+    """Consecutive instructions that are compiled together, or one that Python runs.
+
+    Attributes:
+      instructions: the instructions, in order.
+      reads: the variables that it reads, without those that it computes itself.
+      key: equal for pieces that compute the same function of `reads`, which can
+        therefore share a compiled function.
+    """
 
     instructions: Sequence[Instruction]
-    reads: Sequence[Var]  # the variables that it reads, without those that it computes
-    key: Hashable  # equal for pieces that compute the same function of `reads`
+    reads: Sequence[Var]
+    key: Hashable
 
 
 class Program(NamedTuple):
-    """A jaxpr without calls, divided into pieces. No variable is assigned twice."""
+    """A jaxpr without calls, divided into pieces. No variable is assigned twice.
+
+    Attributes:
+      invars: the variables of its arguments.
+      outvars: the variables of its results.
+      constants: the arrays of its constants and literals.
+      pieces: the pieces, in order.
+    """
 
     invars: Sequence[Var]
     outvars: Sequence[Var]
-    constants: Mapping[Var, Array]  # with the literals
+    constants: Mapping[Var, Array]
     pieces: Sequence[Piece]
 
 
@@ -83,7 +113,8 @@ def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
 
     Args:
       jaxpr: the jaxpr.
-      outer: the origin of the equation that holds the jaxpr, or `Origin()` if none does.
+      outer: the origin of the equation that holds the jaxpr, or `Origin()` if none
+        does.
     """
     flat = all_flat(jaxpr)
     constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
@@ -99,7 +130,7 @@ def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
     outvars = list(map(variable_for, flat.outs))
     instructions = []
     read_later = set(outvars)
-    # Backwards, so that the first equation seen to read a variable is the last to do so.
+    # Backwards: the first equation that is seen to read a variable is its last reader.
     for eqn in reversed(flat.eqns):
         operands = list(map(variable_for, eqn.invars))
         frees = {*operands, *eqn.outvars} - read_later
@@ -127,9 +158,10 @@ def _instruction(
 
 
 def _jaxprs_for_python(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
-    """Lists the jaxprs of a loop, branch or `shard_map` with floats; else none.
+    """Lists the jaxprs of a loop, branch or `shard_map` that computes with floats.
 
-    If no operand and no result is a float, the equation is compiled like any other.
+    For any other equation, it returns none. If no operand and no result is a float, an
+    equation has no errors to note, and is compiled like any other.
     """
     if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
@@ -141,7 +173,7 @@ def _noted_positions(eqn: JaxprEqn) -> Container[int]:
     """Returns the positions of the results that get a note of their own.
 
     These are floats that are computed, and choices that depend on floats. A slice gets
-    a note, too, although it is not computed: it may lack the largest numbers.
+    a note, too, although it computes nothing: it may lack the largest numbers.
     """
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return ()
@@ -175,8 +207,8 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
 def _has_lost_constant(eqn: JaxprEqn) -> bool:
     """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by infinity.
 
-    The user may have written another constant: float16 rounds 1e-8 to 0, and -1e9 to
-    minus infinity. The jaxpr holds only the rounded one.
+    No user writes `x + 0`, so they may have written another constant: float16 rounds
+    1e-8 to 0, and -1e9 to minus infinity. The jaxpr holds only the rounded constant.
     """
     adds = Trait.ADDS_TWO in traits(eqn)
     if not adds and Trait.MULTIPLIES not in traits(eqn):
@@ -204,8 +236,8 @@ def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 def _piece_of(instructions: Sequence[Instruction]) -> Piece:
     """Builds a piece from a group of instructions.
 
-    Its key has numbers in place of variables, in the order of appearance, so the keys of
-    two pieces can be equal although their variables differ.
+    Its key has numbers in place of variables, in the order of appearance, so the keys
+    of two pieces can be equal although their variables differ.
     """
     numbers: dict[Var, int] = {}
     reads = []

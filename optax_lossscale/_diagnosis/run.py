@@ -2,12 +2,12 @@
 
 The run at 1 predicts which scale fits. If the largest number of its backward pass is
 2**6, a scale of 2**10 overflows in float16, so 2**9 is the largest scale, and the one
-that fits is `MARGIN` bits smaller. This is true of a backward pass that is linear in
-the scale, but not every one is. So if the backward pass computes in float16, the
-gradient also runs at the predicted scale. That run confirms the prediction, or predicts
-another scale to try.
+that fits is `MARGIN` bits smaller. This holds if the backward pass is linear in the
+scale, but not every one is: clipping in a custom derivative is not. So if the backward
+pass computes in float16, the gradient also runs at the predicted scale. That run
+confirms the prediction, or predicts another scale to try.
 
-If a result is off, or float32 may choose otherwise, the program runs once more: in
+If a result is off, or if float32 would choose otherwise, the program runs once more: in
 float32, with its own choices, beside float64. If these two are far apart as well, then
 float32 does not determine the result, and 16 bits are not to blame for it.
 """
@@ -33,17 +33,26 @@ from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.values import Array
 
-_TRIES = 6  # how many scales to try if the backward pass is not linear
+_TRIES = 6
+"""How many scales to try if the backward pass is not linear; chosen."""
 
 
 class Run(NamedTuple):
-    """One run of a gradient, at one loss scale."""
+    """One run of a gradient, at one loss scale.
+
+    Attributes:
+      scale: the loss scale.
+      loss: the loss, unscaled.
+      grads: the scaled gradient of each parameter, by name.
+      aux: the floats that the loss function returns beside the loss.
+      notes: the notes of all results, in the order of execution.
+    """
 
     scale: float
     loss: Value
-    grads: dict[str, Value]  # the scaled gradient of each parameter, by name
-    aux: list[Value]  # the floats that the loss function returns beside the loss
-    notes: list[Note]  # in the order of execution
+    grads: dict[str, Value]
+    aux: list[Value]
+    notes: list[Note]
 
     @property
     def results(self) -> dict[str, Value]:
@@ -52,7 +61,7 @@ class Run(NamedTuple):
 
     @property
     def by_result(self) -> dict[Hashable, Note]:
-        """The notes by `Note.result`, a key that finds a result in any run."""
+        """The notes by `Note.result`, to find the note of the same result in two runs."""
         return {note.result: note for note in self.notes}
 
     @property
@@ -72,23 +81,36 @@ def _are_finite(arrays: Iterable[Array]) -> bool:
 
 
 class Fit(NamedTuple):
-    """The loss scale that fits, and the run that confirms it."""
+    """The loss scale that fits, and the run that confirms it.
 
-    run: Run  # at the scale that fits or a larger one; at 1 if no run confirms a scale
-    # None if no run has finite gradients, or if the loss is not finite, or if the
-    # reference of the loss or of a gradient is not
+    Attributes:
+      run: the run at the scale that fits or at a larger one; the run at 1 if no run
+        confirms a scale.
+      scale: the scale that fits. It is None if no run has finite gradients, if the loss
+        is not finite, or if the reference of the loss or of a gradient is not.
+      overflow: the cause of the first overflow at a larger scale.
+    """
+
+    run: Run
     scale: InitialScale | None = None
-    overflow: Note | None = None  # the cause of the first overflow at a larger scale
+    overflow: Note | None = None
 
 
 class Runs(NamedTuple):
-    """All runs of a gradient."""
+    """All runs of a gradient.
 
-    parameters: dict[str, Array]  # by name
-    at_1: Run  # at a loss scale of 1
+    Attributes:
+      parameters: the array of each parameter, by name.
+      at_1: the run at a loss scale of 1.
+      fit: the loss scale that fits, with its run.
+      in_float32: the run in float32, with its own choices, beside float64, at the loss
+        scale of `fitting`. It is None if in `fitting` nothing is off, and float32 would
+        make the same choices.
+    """
+
+    parameters: dict[str, Array]
+    at_1: Run
     fit: Fit
-    # The run in float32, with its own choices, beside float64, at the loss scale of
-    # `fitting`. None if that run left nothing in doubt
     in_float32: Run | None
 
     @property
@@ -112,11 +134,11 @@ def runs_of(gradient: Gradient) -> Runs:
     shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
-    if not _is_in_doubt(fit.run):
-        return Runs(gradient.parameters, at_1, fit, None)
-    with jax.enable_x64(True):
-        shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
-        in_float32 = _run(shadow, gradient, fit.run.scale)
+    in_float32 = None
+    if _is_in_doubt(fit.run):
+        with jax.enable_x64(True):
+            shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
+            in_float32 = _run(shadow, gradient, fit.run.scale)
     return Runs(gradient.parameters, at_1, fit, in_float32)
 
 
@@ -180,7 +202,7 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
         predicted = largest - MARGIN
         scale = _initial_scale(min(exponent, predicted), largest)
         is_confirmed = overflow is None or predicted <= exponent + 1
-        # What overflowed in an earlier run counts even if this run predicts no overflow.
+        # An overflow of an earlier run counts even if this run predicts none.
         if bound < HIGHEST:
             overflow = overflow or fit.overflow
         fit = Fit(run, scale, overflow)

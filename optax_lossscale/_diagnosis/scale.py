@@ -1,9 +1,16 @@
 """Which loss scale fits, and how many gradients underflow without it.
 
-Where a backward pass is linear in the loss scale, as nearly all are, the magnitudes of
-one run tell at which scale each of its results overflows. If the largest number in a
-run at scale 1 is 2**6, float16 overflows at a scale of 2**10. The largest usable scale
-is then 2**9, and the scale that fits is `MARGIN` bits below that: 2**7.
+Where a backward pass is linear in the loss scale, one run shows at which scale each of
+its results overflows:
+
+    largest number at scale 1       2**6
+    float16 overflows at            2**16, so at a scale of 2**10
+    largest usable scale            2**9
+    scale that fits                 2**7, which is `MARGIN` bits less
+
+Headroom is worth more than a scale as large as possible: it costs gradients only if
+they are within a few bits of underflow, but without it, the first step with somewhat
+larger gradients is skipped.
 """
 
 import math
@@ -20,21 +27,42 @@ from optax_lossscale._diagnosis.notes import ALL, Note, least_infinite, least_no
 from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._diagnosis.value import Value
 
-# The exponent of the largest scale. The reciprocal of a larger one would be subnormal
-# in float32, and flushed to zero.
 HIGHEST = 126
-MARGIN = 2  # bits between the initial scale and the largest, because gradients may grow
-_NOTABLE = 0.01  # the share of gradients above which underflow is worth mentioning
-# An equation that enlarges numbers by this factor or more is at fault for their size.
+"""The exponent of the largest scale.
+
+The reciprocal of a larger one would be subnormal in float32, and flushed to zero.
+"""
+
+MARGIN = 2
+"""How many bits the initial scale is below the largest, because gradients may grow.
+
+Chosen: with 2 bits, gradients may become 4 times as large without an overflow.
+"""
+
+_NOTABLE = 0.01
+"""The share of gradients above which underflow is worth mentioning; chosen."""
+
 _ENLARGED = 2.0**10
-_SMALLEST = 2.0**-149  # the smallest positive number of float32
-# The smallest positive float16 relative to the largest. No scale keeps both the largest
-# gradients and gradients that are smaller than them by more than this.
+"""An equation that enlarges numbers by this factor or more is to blame for their size.
+
+The value is chosen.
+"""
+
+_SMALLEST = 2.0**-149
+"""The smallest positive number of float32, in place of a size of 0, to divide by it."""
+
 _REACH = 2.0**-40
+"""The smallest positive float16, 2**-24, relative to the largest, which is about 2**16.
+
+No scale keeps both the largest gradients and gradients that are smaller than them by
+more than this.
+"""
 
 
 class InitialScale(NamedTuple):
-    """The loss scale to begin with.
+    """The loss scale to begin with; print it for a phrase that says how much room it has.
+
+    Write `DynamicLossScale(initial_scale=report.initial_scale.scale)`, for example.
 
     Attributes:
       scale: the loss scale, a power of two.
@@ -61,14 +89,15 @@ class Underflow(NamedTuple):
     """How many gradients of one group of parameters underflow.
 
     Numbers count if, in float32, they are above 2**-40 of the largest number in the
-    same gradient. A number that is 0 because its terms cancelled does not count as
-    lost.
+    same gradient: no loss scale can keep smaller ones. A number that is 0 because its
+    terms cancelled does not count as lost.
 
     Attributes:
       lost: the share of these numbers that is zero or subnormal at a loss scale of 1.
-      left: the same share at the scale that fits.
-      bits: the exponent of the smallest loss scale, among powers of two, at which at
-        most 1% of these numbers are below the normal numbers of float16.
+      left: the same share at the scale that fits: what is still lost there.
+      bits: the least loss scale for this group is 2**bits. It is the smallest power of
+        two at which at most 1% of these numbers are below the normal numbers of
+        float16.
     """
 
     lost: float
@@ -77,14 +106,18 @@ class Underflow(NamedTuple):
 
 
 def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
-    """Predicts the smallest power of two at which a result overflows, and the cause.
+    """Predicts the smallest loss scale at which a result overflows, and the cause.
 
-    Returns the exponent, and the note of the equation that made the numbers large. If
-    nothing overflows up to a scale of 2**HIGHEST, it returns HIGHEST + 1 and None.
+    The prediction is right if the backward pass is linear in the loss scale.
 
     Args:
       notes: the notes of a run.
       scale: the loss scale of that run.
+
+    Returns:
+      The exponent of that scale, among powers of two, and the note of the equation that
+      made the numbers large. If nothing overflows up to a scale of 2**HIGHEST, they are
+      HIGHEST + 1 and None.
     """
     first = None
     lowest = math.inf
@@ -123,14 +156,17 @@ def underflow_by_group(
 ) -> dict[str, Underflow]:
     """Measures underflow by group of parameters, for groups that lose more than 1%.
 
-    Parameters whose names differ only in numbers form a group. The group of all
-    parameters comes first. The others follow, and those that lose most lead. A group is
-    included if it loses more than 1% at either scale.
+    Parameters whose names differ only in numbers form a group, such as the weights of
+    all layers.
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
-      fitting: the gradients of a run at the scale that fits.
+      fitting: the gradients of a run at the scale that fits, by name.
       right: the names of the gradients that float32 determines and that are right.
+
+    Returns:
+      The underflow of each group that loses more than 1% at either scale, by its name:
+      first the group of all parameters, then the others, those that lose most first.
     """
     groups: dict[str, list[_GradientSizes]] = defaultdict(list)
     for name, value in at_1.items():
@@ -148,11 +184,17 @@ def underflow_by_group(
 
 
 class _GradientSizes(NamedTuple):
-    """The numbers of a gradient that some loss scale can keep."""
+    """The numbers of a gradient that some loss scale can keep.
 
-    sizes: np.ndarray  # their absolute values in float32, in a flat array
-    n_lost: int  # how many of them underflow at a loss scale of 1
-    n_left: int  # how many of them still underflow at the scale that fits
+    Attributes:
+      sizes: their absolute values, of shape (numbers,) and in float32.
+      n_lost: how many of them underflow at a loss scale of 1.
+      n_left: how many of them still underflow at the scale that fits.
+    """
+
+    sizes: np.ndarray
+    n_lost: int
+    n_left: int
 
 
 def _gradient_sizes(at_1: Value, fitting: Value) -> _GradientSizes:
@@ -160,8 +202,8 @@ def _gradient_sizes(at_1: Value, fitting: Value) -> _GradientSizes:
     sizes = _flat_sizes(at_1.pair.reference)
     can_be_kept = sizes > sizes.max(initial=0) * _REACH
     has_vanished = _is_zero_or_subnormal(fitting)
-    # If a number vanishes at the scale that fits although float16 could hold it as a
-    # normal number, its terms have cancelled.
+    # A number that is 0 at the scale that fits, although in float32 it is large enough
+    # for a normal float16, did not underflow. Its terms have cancelled.
     is_normal = _flat_sizes(fitting.pair.reference) >= least_normal(np.float16)
     has_cancelled = has_vanished & is_normal
     are_lost = _is_zero_or_subnormal(at_1) & ~has_cancelled
@@ -194,7 +236,8 @@ def _flat_sizes(x: ArrayLike) -> np.ndarray:
 def _is_zero_or_subnormal(value: Value) -> np.ndarray:
     """Marks the numbers of a gradient that are zero, or subnormal if it is in float16.
 
-    If a gradient was computed in float16 and then widened, its note still has float16.
+    The dtype is that of the note: float16 if the gradient was computed in float16 and
+    then widened, as for a float32 parameter that the model casts.
     """
     sizes = _flat_sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:
@@ -205,8 +248,9 @@ def _is_zero_or_subnormal(value: Value) -> np.ndarray:
 def _needed_bits(sizes: np.ndarray) -> int:
     """Returns the exponent of the smallest loss scale at which float16 loses at most 1%."""
     normal = np.float32(least_normal(np.float16))
-    # A size is `normal` times 2**exponent, times a number from 0.5 to 1. So it is normal
-    # if the exponent is 1 or more.
+    # A size is `normal` times 2**exponent, times a number from 0.5 to 1. So it is
+    # normal if the exponent is 1 or more, and a scale of 2**(1 - exponent) makes it
+    # normal.
     _, exponents = np.frexp(sizes / normal)
     bits = np.quantile(1 - exponents, 1 - _NOTABLE, method="inverted_cdf")
     return int(np.clip(bits, 0, HIGHEST))

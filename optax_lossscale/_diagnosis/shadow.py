@@ -1,13 +1,16 @@
 """Runs a program on pairs of values and references, and makes a note of each result.
 
 Running a program beside a copy of itself with wider numbers is called *shadow
-execution*. `run_to_seed(program, arguments, widths)` runs the forward pass: the pieces
-before the first one that reads the seed of the backward pass. It returns a `Shadow`.
-Each call `shadow(seed)` runs the remaining pieces with another seed, and returns the
-results and all notes, so the forward pass runs once for several seeds.
+execution*. The forward pass runs once, and the backward pass once for each loss scale,
+the *seed* from which it starts:
+
+    shadow = run_to_seed(program, arguments, widths)    # the forward pass
+    results, notes = shadow(seed)                       # the rest, for one seed
+    results, notes = shadow(another_seed)
 
 Python runs loops and branches iteration by iteration, so each note has the number of
-its iteration. Any other piece is compiled, and the host computes notes from its results.
+its iteration. Any other piece, that is, sequence of equations, is compiled, and the
+host computes notes from its results.
 """
 
 import dataclasses
@@ -31,19 +34,27 @@ from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
-_PROGRESS_INTERVAL = 10.0  # the least time between two lines of progress, in seconds
+_PROGRESS_INTERVAL = 10.0
+"""The least time between two lines of progress, in seconds."""
 
 Env = Mapping[Var, Value]
 """The value of each variable of a program that is computed and still needed."""
 
 
 class Argument(NamedTuple):
-    """An argument of the whole program."""
+    """An argument of the whole program.
 
-    name: str  # its path in the inputs of the loss function, such as `args/0`
+    Attributes:
+      name: its path in the inputs of the loss function, such as `args/0`.
+      array: its value.
+      is_parameter: whether the gradient is with respect to it.
+      is_seed: whether it is the seed of the backward pass.
+    """
+
+    name: str
     array: Array
-    is_parameter: bool = False  # whether the gradient is with respect to it
-    is_seed: bool = False  # whether it is the seed of the backward pass
+    is_parameter: bool = False
+    is_seed: bool = False
 
 
 def run_to_seed(
@@ -55,6 +66,9 @@ def run_to_seed(
       program: a program whose last argument is the seed.
       arguments: all arguments but the seed.
       widths: the dtypes of each pair.
+
+    Returns:
+      The rest of the program. Call it with a seed to run it.
     """
     runner = _Runner(widths)
     values = [_value_of(argument, widths) for argument in arguments]
@@ -72,15 +86,21 @@ def run_to_seed(
 
 
 class Shadow(NamedTuple):
-    """A program that has run up to its seed. A call runs the rest for one seed."""
+    """A program that has run up to its seed. A call runs the rest for one seed.
 
-    remaining: Program  # the program without the pieces that have run
-    env: Env  # the values that the remaining pieces may read
-    runner: "_Runner"  # holds the notes of the pieces that have run
+    Attributes:
+      remaining: the program without the pieces that have run.
+      env: the values that the remaining pieces may read.
+      runner: runs the remaining pieces; it holds the notes of those that have run.
+    """
+
+    remaining: Program
+    env: Env
+    runner: "_Runner"
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
-        """Returns the results of the program and all notes in the order of execution."""
-        # A copy, so that the notes of one call do not end up in those of the next.
+        """Returns the results of the program, and all notes in the order of execution."""
+        # Each call appends to a copy of the notes of the forward pass.
         runner = dataclasses.replace(self.runner, notes=list(self.runner.notes))
         seed_var = self.remaining.invars[-1]
         env = {**self.env, seed_var: _value_of(seed, runner.widths)}
@@ -89,27 +109,23 @@ class Shadow(NamedTuple):
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
-    """Pairs an argument with itself, and makes its note, which reads no other."""
+    """Pairs an argument with itself, and makes its note, which has no operands."""
     array = argument.array
     pair = pair_of(array, widths)
     figures = pair.figures if is_inexact(array) else Figures(array.size)
-    note = Note(
-        **vars(figures),
-        origin=Origin(name=argument.name, is_parameter=argument.is_parameter),
-        dtype=dtype_in(array),
-        is_backward=argument.is_seed,
-    )
+    origin = Origin(name=argument.name, is_parameter=argument.is_parameter)
+    note = note_of(figures, origin, dtype_in(array), is_seed=argument.is_seed)
     return Value(pair, note)
 
 
 class _Progress:
-    """Prints how far a run is to stderr, at most every `_PROGRESS_INTERVAL` seconds."""
+    """Prints to stderr how far a run is, at most every `_PROGRESS_INTERVAL` seconds."""
 
     def __init__(self):
         self._printed = time.monotonic()
 
     def report(self, source: str, n_results: int) -> None:
-        """Prints the number of results and the user's line that the run has reached."""
+        """Prints the number of noted results, and the user's line reached by the run."""
         if time.monotonic() - self._printed > _PROGRESS_INTERVAL:
             self._printed = time.monotonic()
             progress = f"diagnose: {n_results} results, at {source}"
@@ -123,13 +139,21 @@ class _Runner:
     The programs in a loop or `shard_map` run on a copy of the runner with other
     `rounds` or `devices`. Its other fields are those of the original, so all notes are
     in one list, in the order of execution.
+
+    Attributes:
+      widths: the dtypes of each pair.
+      notes: the notes of all results so far.
+      rounds: the current iteration of each loop around the program, the outermost
+        first.
+      devices: the devices that the program runs on.
+      compiled: the compiled function of each piece, by the piece's key and the devices.
+      progress: prints how far the run is.
     """
 
     widths: Widths
     notes: list[Note] = dataclasses.field(default_factory=list)
-    rounds: tuple[int, ...] = ()  # the current iteration of each loop, outermost first
+    rounds: tuple[int, ...] = ()
     devices: Devices = Devices()
-    # The compiled function of each piece, by the piece's key and the devices
     compiled: dict[Hashable, Callable] = dataclasses.field(default_factory=dict)
     progress: _Progress = dataclasses.field(default_factory=_Progress)
 
@@ -214,7 +238,10 @@ class _Runner:
     def _note(
         self, instruction: Instruction, position: int, pair: Pair, reads: list[Note]
     ) -> Note | None:
-        """Makes and records the note of a result, or returns the one that it shares."""
+        """Returns the note of a result: a new one, or that of the operand it came from.
+
+        A new note is appended to `notes`.
+        """
         if position not in instruction.noted:
             return reads[0] if reads else None
         note = note_of(

@@ -1,7 +1,8 @@
 """The table of a run: a row for each computed result, with its error and magnitudes.
 
 A *note* records one result of one equation. An equation in a loop has a note for each
-iteration, but only one row: the note of the iteration in which it is off the most.
+iteration, but only one row in the table: the note of the iteration in which its result
+is off the most.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 class Table(NamedTuple):
     """A row for each computed result of the gradient, in the program's order.
 
-    Print it for the table. Its columns are
+    Use it to see where an error begins: look for the first row in which `off` is much
+    larger than `before`. Print it for the table. Its columns are
 
     - `line`, `layer`, `operation` and `dtype`: what computed the result, and where.
       `layer` includes the number of the iteration, for each loop around the line.

@@ -15,11 +15,17 @@ from optax_lossscale._programs.values import Array, is_inexact
 
 
 class Value(NamedTuple):
-    """The value of a variable and its reference, with a note."""
+    """The value of a variable and its reference, with a note.
+
+    Attributes:
+      pair: the value and its reference.
+      note: how far the two are apart, and from what they were computed; None for a
+        constant, which is exact.
+      row_notes: the note of each row, if a loop stacked the value from its iterations.
+    """
 
     pair: Pair
-    note: Note | None = None  # None for a constant, which is exact
-    # The note of each row, if a loop stacked the value from its iterations
+    note: Note | None = None
     row_notes: Sequence[Note | None] = ()
 
     def map(self, function: Callable[[Any], Array]) -> "Value":

@@ -7,7 +7,8 @@ if each parameter that names a narrow dtype is changed to name the wide one:
 and convolutions use all digits of the wide dtype.
 
 An equation is *fixed* if it can only run in the dtypes that it was traced in, as a
-kernel does. Its operands are cast to those dtypes, and its results are widened.
+kernel does. Its operands are cast to those dtypes, and its results are widened. So what
+the equation itself rounds is rounded in the reference as well, and is not found.
 """
 
 import functools
@@ -32,8 +33,11 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
 from optax_lossscale._programs.walk import carry_positions
 
-# By default, some devices multiply float32 matrices with fewer digits than float32 has.
 _ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+"""The precision of products in the reference.
+
+By default, some devices multiply float32 matrices with fewer digits than float32 has.
+"""
 
 
 @functools.cache
@@ -58,18 +62,22 @@ def in_wide(
 ) -> list[Array]:
     """Applies an equation to wide operands, and returns wide results.
 
-    If `wide` is None, the equation runs as it was traced.
+    Args:
+      eqn: the equation.
+      operands: arrays, with the floats in `wide` or wider.
+      wide: the dtype to compute in, or None to run the equation as it was traced, on
+        operands in its own dtypes.
     """
     if wide is None:
         return _apply(eqn, operands)
     if runs_no_iterations(eqn):
-        # The carry is returned as it came. To run as traced would round it.
+        # The carry is returned as it is. Running the equation as traced would round it.
         carried = carry_positions(eqn)
         carry = operands[carried.start : carried.stop]
         results = _apply_as_traced(eqn, operands, wide)
         empty_stacks = results[len(carry) :]
         return [*carry, *empty_stacks]
-    # What an operation makes of the bits of a number means nothing in another dtype.
+    # An operation on the bits of a number means nothing on the bits of another dtype.
     if _is_fixed(eqn) or Trait.OF_BITS in traits(eqn):
         return _apply_as_traced(eqn, operands, wide)
     return _apply_rewritten(eqn, operands, wide)
@@ -78,8 +86,9 @@ def in_wide(
 def stays_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation computes in 16 bits or fewer even in the wide program.
 
-    An operation on bits does not count, although it runs as traced, too: the reference
-    is meant to have the same bits, such as those of a random number.
+    A report lists it as not compared. An operation on bits also runs as traced, but
+    does not count: its reference is meant to have the same bits, such as those of a
+    random number.
     """
     if not _is_fixed(eqn) or runs_no_iterations(eqn):
         return False
@@ -101,9 +110,10 @@ def runs_no_iterations(eqn: JaxprEqn) -> bool:
 def _is_fixed(eqn: JaxprEqn) -> bool:
     """Whether an equation can only run in the dtypes that it was traced in.
 
-    This is true of an operation that is not in the table, of a kernel or a callback, and
-    of an equation that holds a program, whose dtypes are fixed. A scatter is an
-    exception: the `lax` function that applies it traces the held program anew.
+    This is true of an operation that is not in the table of `operations.py`, of a
+    kernel or a callback, and of an equation that holds a program, whose dtypes are
+    fixed. A scatter is an exception: the `lax` function that applies it traces the held
+    program anew.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
@@ -118,7 +128,10 @@ def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def _is_scatter(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scatter, whose program combines an old and a new number."""
+    """Whether an equation is a scatter.
+
+    It holds a program that combines an old number with a new one, such as their sum.
+    """
     return "update_jaxpr" in eqn.params
 
 
@@ -150,7 +163,7 @@ def _apply_rewritten(
 ) -> list[Array]:
     """Applies an equation after replacing the narrow dtypes in its parameters."""
     params = dict(eqn.params)
-    # Like a cast to 16 bits, `reduce_precision` of a narrow value rounds nothing here.
+    # In wide floats, `reduce_precision` of a narrow value rounds nothing, like a cast.
     is_rounding = "mantissa_bits" in params
     if is_rounding and is_narrow_dtype(dtype_in(eqn.invars[0])):
         return list(operands)
@@ -161,7 +174,7 @@ def _apply_rewritten(
             params[name] = wide_dtype(value, wide)
     if not _is_scatter(eqn):
         return _apply(eqn.replace(params=params), operands)
-    # The function of `lax` traces the program that combines two numbers in wide floats.
+    # `lax.scatter_add` and the like trace the held program anew, here in wide floats.
     del params["update_jaxpr"], params["update_consts"]
     function = getattr(lax, name_of(eqn).replace("-", "_"))
     return [function(*operands, **params)]

@@ -6,16 +6,17 @@ The loss or a gradient is *wrong* if one of these is true:
 - It is not finite even in float32.
 - It is a gradient that does not grow in proportion to the loss scale.
 
-Two kinds of results are not judged. The first kind is not determined by float32,
-because float32 is off from float64 as well. An example is the gradient of a bias before
-a normalization, which is nothing but rounding. The second kind is the difference of two
-equal things, which is 0 in float32 and only rounding in 16 bits.
+Two kinds of results are not judged, because 16 bits are not to blame for them:
+
+- Results that float32 does not determine: it is off from float64 as well. An example is
+  the gradient of a bias before a normalization, which is 0 but for rounding.
+- Differences of two equal things, which are 0 in float32 and only rounding in 16 bits.
 
 If the loss and all gradients are right, `wrong_inside` looks for the first intermediate
 value that is wrong. Reports call it "a value inside".
 
 All of this is read from *notes*. A note records how far one result of the run is off,
-and refers to the notes of its operands (see `notes.py`).
+and holds the notes of its operands (see `notes.py`).
 """
 
 import math
@@ -45,16 +46,33 @@ from optax_lossscale._diagnosis.run import Run, Runs
 from optax_lossscale._diagnosis.value import notes_of
 from optax_lossscale._programs.values import is_narrow_dtype
 
-# Only larger numbers are compared, because smaller ones may lack digits in float32.
 _COMPARABLE = 2.0**-100
-# A result that is 0 in float32, and off for one of these reasons, is the difference of
-# two equal things.
+"""Only larger numbers are compared, because smaller ones may lack digits in float32.
+
+The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**-100 is
+2**-123, which is still a normal number.
+"""
+
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
-# Where float32 is off by more than 5%, it still determines a result if its error is
-# this many times smaller than the error of 16 bits.
+"""A result that is 0 in float32, and off for one of these reasons, is the difference of
+two equal things.
+"""
+
 _FAR_LESS = 3
-_NEAR = 4  # how many equations to search for a lost constant, from an infinity back
-_NO_RIGHT_DIGIT = 0.5  # a number whose error is larger has no right digit
+"""How many times smaller the error of float32 has to be than that of 16 bits.
+
+If it is, float32 determines a result although it is itself off by more than 5%. The
+value is chosen: those from 2 to 3 give the same reports in the quick tests.
+"""
+
+_NEAR = 4
+"""How many equations to search for a lost constant, from an infinity back.
+
+The value is chosen: those from 3 to 8 give the same reports in the quick tests.
+"""
+
+_NO_RIGHT_DIGIT = 0.5
+"""A number that is off by more than this has no right digit, not even in binary."""
 
 
 class Wrong(NamedTuple):
@@ -63,17 +81,16 @@ class Wrong(NamedTuple):
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
       off: how far the loss or gradient is from float32's, relative to that: 1 if only
-        float32's is 0, and infinite if either is not finite. If `how` is "is not
-        linear", it is instead the relative change of the gradient that the loss scale
-        causes. For "a value inside", it is the share of its numbers that are off by
-        more than 5%, but infinite for a value that is not finite in the `aux` that the
-        loss function returns.
+        float32's is 0, and infinite if either is not finite. There are two exceptions.
+        If `how` is "is not linear", it is the relative change of the gradient that the
+        loss scale causes. For "a value inside", it is the share of its numbers that are
+        off by more than 5%, or infinite for a value in `aux` that is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
         at fault.
       place: the result of the equation at fault, or the wrong result itself if no
-        equation is at fault.
+        equation is at fault. `place.source` is its line.
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and the values between them and the equation.
         If the result is not finite in float32 either, they are instead the values
@@ -136,7 +153,8 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """Finds the first value inside that is wrong, as a list of one, or empty if none is.
 
     A value is wrong if more than a fifth of its numbers are off by more than 5%, and if
-    the same is true of a later value that reads it. But it is not wrong if
+    the same is true of a later value that reads it, so that the error is not mended at
+    once. But it is not wrong if
 
     - float32 does not determine it,
     - the program computes in float16, and the later values are below the normal numbers
@@ -173,8 +191,8 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
 def _wrong_result(name: str, off: float, cause: Cause, run: Run) -> Wrong:
     """Builds the `Wrong` of a result that is off for this cause."""
     at_fault = cause.note
-    # The loss depends on the derivatives that its function takes. It does not depend on
-    # those in a custom rule for the backward pass.
+    # The loss depends on the derivatives that the loss function takes. It does not
+    # depend on those in a custom rule for the backward pass.
     is_before_the_loss = at_fault in back_from(notes_of([run.loss]))
     is_derivative = at_fault.origin.is_derivative and not at_fault.is_backward
     return Wrong(
@@ -220,7 +238,7 @@ def _is_finite_by_own_choices(runs: Runs, name: str) -> bool:
 def _near_lost_constants(note: Note) -> tuple[Note, ...]:
     """Finds the equations nearest before `note` that read a constant lost to rounding.
 
-    The equation of `note` itself comes first.
+    The search begins with the equation of `note`, and goes back `_NEAR` equations.
     """
     nearest = [note]
     for _ in range(_NEAR):
@@ -233,7 +251,7 @@ def _near_lost_constants(note: Note) -> tuple[Note, ...]:
 
 
 def _note_in_float32(runs: Runs, name: str) -> Note | None:
-    """Returns the note of a result in the run of the program in float32, if there was one."""
+    """Returns the note of a result in the run in float32, or None without such a run."""
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
@@ -242,7 +260,8 @@ def _float32_determines(in_float32: Note | None, note: Note) -> bool:
 
     It does if float32 is off from float64 by at most 5%, or by far less than 16 bits
     are off from float32. But a number without any right digit in float32 is not
-    determined.
+    determined. If the value is not finite, or there was no run in float32, the answer
+    is yes.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.
@@ -275,9 +294,11 @@ def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | 
 def _deviation_and_cause(
     runs: Runs, name: str, note: Note
 ) -> tuple[float, Cause | None]:
-    """Does the same for a result that agrees with float32's, but may not be linear.
+    """Returns how far a result is off that agrees with float32's, and why.
 
-    The first equation whose result is not in proportion to the loss scale is at fault.
+    If it is not in proportion to the loss scale, the two are the deviation and the
+    first equation in the program whose result is not in proportion either. Otherwise,
+    the cause is None.
     """
     scale = runs.fitting.scale
     deviation = _out_of_proportion(runs.at_1.results[name].note, note, scale)
@@ -311,22 +332,24 @@ def _are_grads_right(runs: Runs) -> bool:
 def _change_of_loss(runs: Runs) -> float:
     """Measures how much the loss changes with the parameters, for a loss near 0.
 
-    It takes the inner product of each parameter and its gradient, and adds up the
-    absolute values. For example, the loss of a policy is 0 in its first step, because
-    advantages add up to 0. The rounding that is left in it does not matter if a change
-    of the parameters changes the loss by far more.
+    For example, the loss of a policy is 0 in its first step, because advantages add up
+    to 0. Relative to 0, any rounding error is infinite. But it does not matter if a
+    change of the parameters changes the loss by far more. The measure is the sum, over
+    the parameters, of the absolute inner product of a parameter and its gradient.
     """
     run = runs.fitting
-    changes = []
+    change = 0.0
     for name, x in runs.parameters.items():
         grad = np.asarray(run.grads[name].pair.reference)
         parameter = np.asarray(x).astype(grad.dtype)
-        changes.append(abs(np.vdot(parameter, grad)))
-    return float(sum(changes)) / run.scale
+        change += abs(np.vdot(parameter, grad))
+    return float(change) / run.scale
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
     """Measures how far a result in float32 is from growing in proportion to the scale.
+
+    It is 0 if the result does not depend on the scale, or is too small to be compared.
 
     Args:
       at_1: the note of the result in the run at a loss scale of 1, if there is one.
@@ -344,7 +367,7 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 def _widely_off(runs: Runs) -> list[Note]:
     """Finds forward values that are off in more than a fifth of their numbers.
 
-    Only values that a result depends on, and that float32 determines, are included.
+    Left out are values that no result depends on, or that float32 does not determine.
     """
     run = runs.fitting
     used = set(back_from(notes_of([*run.results.values(), *run.aux])))
@@ -360,11 +383,15 @@ def _widely_off(runs: Runs) -> list[Note]:
 
 
 def _is_difference_of_equals(note: Note, eps: float) -> bool:
-    """Whether a sum is smaller than the rounding of its terms, if `eps` is its precision.
+    """Whether a sum is smaller than the rounding of its terms to 16 bits.
 
     For example, the log-probabilities of a policy in training and at the time that its
     data was collected are equal except for rounding, which is all that their difference
     consists of.
+
+    Args:
+      note: the note of the sum.
+      eps: the distance from 1 to the next number in the 16-bit dtype.
     """
     return _is_wide_sum(note) and note.typical < eps * size_of_sum(note)
 
