@@ -1,4 +1,5 @@
 import chex
+import hypothesis
 import jax
 import pytest
 from compiling import compile_quickly
@@ -6,6 +7,11 @@ from compiling import compile_quickly
 # Both must precede the first computation. Several devices are simulated on the CPU.
 compile_quickly()
 jax.config.update("jax_num_cpu_devices", 4)
+
+# `.ci/run slow` tries more examples of each property.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=15)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100)
+hypothesis.settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

@@ -139,7 +139,6 @@ def test_what_is_odd_but_finite_is_finite(platform, dtype):
         elements=st.floats(width=16),
     ),
 )
-@hypothesis.settings(deadline=None, max_examples=50)
 def test_agrees_with_numpy(platform, x):
     finite, amax, (norm, also_finite) = check_of(platform)([x])
     assert finite == also_finite == np.isfinite(x).all()

@@ -12,7 +12,6 @@ import optax_lossscale as ols
 SCALES = st.floats(2.0**-20, 2.0**40, width=32)
 
 
-@hypothesis.settings(deadline=None, max_examples=50)
 @hypothesis.given(scale=SCALES, factor=st.sampled_from([1 / 3, 0.3, 0.7, 0.1]))
 def test_a_scale_times_a_factor_that_is_no_float32_is_rounded_once(scale, factor):
     loss_scale = ols.DynamicLossScale(scale, backoff_factor=factor, min_scale=2.0**-40)

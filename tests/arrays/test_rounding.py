@@ -36,7 +36,6 @@ def with_low_halves(low):
     return (upper | np.array(low, np.uint32)).ravel().view(np.float32)
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(low=st.lists(st.integers(0, 2**16 - 1), min_size=10, max_size=10))
 @hypothesis.example(low=LOW_HALVES)
 def test_every_float32_number_comes_back_from_bfloat16_and_16_bits(low):

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from pairs import quick
 
 import optax_lossscale as ols
 
@@ -521,21 +522,17 @@ BODIES = {
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("body", BODIES)
+@quick("body", BODIES, "scan", "scan in a scan")
 def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
     faulty = LAYERS.at[3, 0, 0].set(3e3)
-    found = ols.diagnose(steps_of(BODIES[body], reverse=reverse), faulty, normal(4, 8))
+    found = ols.diagnose(steps_of(body, reverse=reverse), faulty, normal(4, 8))
     place = found.wrong[0].place
     assert found.wrong[0].how == "overflows"
     assert line_of(overflowing, 2) in place.source
     assert place.rounds[0] == 3
     assert "iteration 3" in str(place)
-    assert (
-        ols.diagnose(
-            steps_of(BODIES[body], reverse=reverse), LAYERS, normal(4, 8)
-        ).wrong
-        == ()
-    )
+    healthy = ols.diagnose(steps_of(body, reverse=reverse), LAYERS, normal(4, 8))
+    assert healthy.wrong == ()
 
 
 LAYERS_ALIKE = {
@@ -654,7 +651,8 @@ def test_what_has_left_a_loop_is_not_noted(case, on_devices):
     assert found.wrong == ()
 
 
-@pytest.mark.parametrize("gain", [pytest.param(1.0, marks=pytest.mark.slow), 3e3])
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", [1.0, 3e3])
 def test_a_loss_over_several_devices(gain):
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
@@ -692,7 +690,7 @@ def test_parameters_named_as_the_page_names_others_are_told_apart():
 
 def test_a_report_can_be_pickled_and_copied():
     def loss_fn(w, x):
-        return square(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=300)[0])
+        return square(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=3)[0])
 
     report = ols.diagnose(ols.autocast(loss_fn), normal(8, 8), normal(4, 8))
     copied = pickle.loads(pickle.dumps(report))

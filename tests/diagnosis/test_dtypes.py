@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import pallas as pl
@@ -51,7 +51,6 @@ def compilers(fun, *args):
 # --- how many multiplications ---
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(2, 5), min_size=6, max_size=6),
     st.sampled_from(

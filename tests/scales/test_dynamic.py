@@ -73,7 +73,6 @@ configs = st.fixed_dictionaries(
 
 
 @hypothesis.given(configs, st.lists(st.booleans(), min_size=40, max_size=40))
-@hypothesis.settings(deadline=None, max_examples=30)
 def test_follows_its_documented_rules(config, finite):
     ls = ols.DynamicLossScale(**config)
     assert run(ls, finite)[0] == rules(ls, finite)

@@ -209,7 +209,6 @@ def alternate(ls, gradients, flags):
     st.sampled_from([0, 1, 24]),
     st.lists(st.tuples(ANY, st.booleans()), min_size=40, max_size=40),
 )
-@hypothesis.settings(deadline=None, max_examples=25)
 def test_the_scale_is_always_a_power_of_two_within_bounds(start, margin, steps):
     ls = ols.HeadroomLossScale(2.0**start, margin)
     gradients, flags = (np.array(x) for x in zip(*steps, strict=True))
@@ -405,7 +404,6 @@ runs = st.lists(st.tuples(events, st.integers(1, 12)), min_size=1, max_size=40)
     [(BROKEN, 5), (-10, 1), (BROKEN, 1), (-10, 12), (-20, 200)], (15, 1)
 )
 @hypothesis.given(runs, st.sampled_from([(15, 1), (-90, 0), (40, 3)]))
-@hypothesis.settings(deadline=None, max_examples=100)
 def test_follows_the_documented_rule(runs, options):
     ls = ols.HeadroomLossScale(2.0 ** options[0], options[1])
     history = [event for event, times in runs for _ in range(times)][:200]

@@ -296,7 +296,6 @@ sequences = st.lists(st.booleans(), min_size=50, max_size=50).map(np.array)
     st.sampled_from([float(np.finfo(np.float32).tiny), 1.0, 2.0**-10]),
     sequences,
 )
-@hypothesis.settings(deadline=None, max_examples=15)
 def test_flax_scales_equal_the_installed_references(
     growth_factor, backoff_factor, interval, scale, minimum, finite
 ):
@@ -327,7 +326,6 @@ def test_flax_scales_equal_the_installed_references(
 @hypothesis.given(
     st.integers(1, 6), factors, st.sampled_from([1.0, 2.0**15, 1000.0, 1e38]), sequences
 )
-@hypothesis.settings(deadline=None, max_examples=15)
 def test_jmp_scales_equal_the_installed_references(period, factor, scale, finite):
     reference = jmp.DynamicLossScale(
         jnp.float32(scale), jnp.int32(0), period=period, factor=factor

@@ -53,7 +53,6 @@ def rules(ls, finite):
     ),
     st.lists(st.booleans(), min_size=40, max_size=40),
 )
-@hypothesis.settings(deadline=None, max_examples=25)
 def test_follows_its_documented_rule(config, finite):
     ls = ols.presets.ToleranceLossScale(**config)
     assert run(ls, finite) == rules(ls, finite)

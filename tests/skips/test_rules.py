@@ -59,7 +59,6 @@ def followed(rule, norms, losses):
 
 @each_rule
 @hypothesis.given(norms=repeated(norms), losses=repeated(losses))
-@hypothesis.settings(deadline=None, max_examples=40)
 def test_no_rule_ever_holds_a_nan_and_each_counts_what_it_skips(rule, norms, losses):
     fill = lambda x: np.resize(x, STEPS).astype(np.float32)
     last, (applied, is_nan) = followed(rule, fill(norms), fill(losses))

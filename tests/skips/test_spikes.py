@@ -165,7 +165,6 @@ def attacked(rule, moves):
     "config", [(6.0, 1.0, 64, 16), (1.0, 1e-3, 16, 3), (1.0, 0.1, 20, 0)]
 )
 @hypothesis.given(moves=moves)
-@hypothesis.settings(deadline=None, max_examples=60)
 def test_in_no_series_more_than_max_skips_and_1_in_20_are_skipped(config, moves):
     factor, least, window, max_skips = config
     rule = skips.spikes(factor, least=least, window=window, max_skips=max_skips)

@@ -63,7 +63,6 @@ trees = st.recursive(
     max_leaves=6,
 )
 any_loss_scale = st.sampled_from(LOSS_SCALES)
-settings = hypothesis.settings(deadline=None, max_examples=100)
 
 
 def is_float(x):
@@ -78,7 +77,6 @@ def widened(x):
     return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
 
 
-@settings
 @hypothesis.given(trees, any_loss_scale, st.booleans())
 def test_any_tree_is_scaled_and_unscaled_in_float32_or_wider(tree, ls, x64):
     with jax.enable_x64(x64):
@@ -97,7 +95,6 @@ def test_any_tree_is_scaled_and_unscaled_in_float32_or_wider(tree, ls, x64):
                 np.testing.assert_allclose(y, wide * float(factor), rtol=1e-6)
 
 
-@settings
 @hypothesis.given(trees, any_loss_scale)
 def test_any_finite_tree_is_applied(tree, ls):
     assert ols.all_finite(tree)
@@ -107,7 +104,6 @@ def test_any_finite_tree_is_applied(tree, ls):
     chex.assert_trees_all_equal_shapes_and_dtypes(new, ls)
 
 
-@settings
 @hypothesis.given(trees, st.data())
 def test_what_is_not_finite_is_found_wherever_it_is(tree, data):
     flat, treedef = jax.tree.flatten(tree)
@@ -140,7 +136,6 @@ STEPS = {
 
 
 @pytest.mark.parametrize("way", STEPS)
-@settings
 @hypothesis.given(data=st.data())
 def test_no_parameter_changes_at_a_skipped_step(way, data):
     params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.float16)}

@@ -3,6 +3,7 @@
 Each table holds a wrong and a right step of a kind, and what the error says of the wrong one.
 """
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -572,6 +573,7 @@ def test_a_step_that_hands_nothing_back_cannot_be_judged(check):
 def test_an_optimizer_may_be_among_the_arguments():
     params, state = begun(TX)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def step(optimizer, params, state):
         loss, params, state = optimizer.minimize(autocast_loss, state, params, X, Y)
         return params, state, loss
