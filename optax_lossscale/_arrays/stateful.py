@@ -321,8 +321,8 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
     if structure != old_structure or shapes != old_shapes:
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
-            f"configuration, with state of the same shapes, but {method} returned "
-            f"{messages.shown(new)}. End {method} with: return self.replace(…)"
+            "configuration, with state of the same shapes: return self.replace(…) from "
+            f"{method}. Got {messages.shown(new)}"
         )
 
 

@@ -122,12 +122,12 @@ def check_arrays(name: str, tree: Any) -> None:
         if not is_array_leaf(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at "
-                f"{path_name(path)}, which is not an array. Take the arrays out of the "
-                "model, and differentiate a function of them. In Equinox:\n"
+                f"{path_name(path)}, which is not an array. In Equinox, use "
+                "eqx.filter_value_and_grad on a function that returns "
+                "scale_gradient(loss, state). Or take the arrays out of the model, and "
+                "differentiate a function of them:\n"
                 "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
-                "    loss_fn = lambda params: loss(eqx.combine(params, static))\n"
-                "Or use eqx.filter_value_and_grad on a function that returns "
-                "scale_gradient(loss, state)"
+                "    loss_fn = lambda params: loss(eqx.combine(params, static))"
             )
 
 

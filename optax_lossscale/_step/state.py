@@ -117,9 +117,8 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
             f"the state's {name.replace('_', ' ')} has another configuration than this "
             f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
             f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
-            "what tx.init(params) returns. To go on with this transformation's "
-            "configuration, and keep the rest of the state:\n"
-            f"  state = state._replace({name}=tx.init(params).{name})"
+            "what tx.init(params) returns. To go on with this configuration, keep the "
+            f"rest of the state: state._replace({name}=tx.init(params).{name})"
         )
 
 
