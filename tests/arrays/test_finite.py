@@ -61,7 +61,8 @@ def each_case(*names, sizes=(7,)):
                 (platform, jnp.dtype(dtype).name, str(size)),
             )
             is_quick = dtype in (jnp.float16, jnp.float32)
-            is_quick |= platform == "cpu" and size in (7, 65_537)
+            is_common = dtype not in FLOAT8 or dtype == jnp.float8_e4m3fn
+            is_quick |= platform == "cpu" and size in (7, 65_537) and is_common
             marks, n = () if is_quick else pytest.mark.slow, len(names)
             cases.append(pytest.param(*values[:n], marks=marks, id="-".join(words[:n])))
     return pytest.mark.parametrize(names, cases)
@@ -218,7 +219,7 @@ def test_evaluates_abstractly_and_under_vmap(platform):
         [(65_536,), (65_537,)],
         [(256, 768), (1000, 131), (7, 3, 50_000)],
         [(18_000_003,)],
-        [(32, 1_048_576)],
+        pytest.param([(32, 1_048_576)], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -889,7 +889,7 @@ def test_a_sum_of_constants_before_what_is_wrong_is_no_error():
     reason="float32's own sums are off by 1e-4 there, on a CPU",
 )
 @pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
-@pytest.mark.parametrize("seed", range(3))
+@quick("seed", {str(n): n for n in range(3)}, "0")
 def test_a_bias_of_a_convolution_that_is_normalized_is_no_error(seed, dtype):
     def loss_fn(params, x):
         x = lax.conv_general_dilated(x, params["w"], **CONV) + params["bias"]
@@ -1368,9 +1368,9 @@ DECIDING = {
 }
 
 
-@pytest.mark.parametrize("model", DECIDING)
+@quick("model", DECIDING, "a branch", "rounds")
 def test_float32_takes_its_own_branches_and_rounds(model, monkeypatch):
-    loss_fn, w, x = DECIDING[model]
+    loss_fn, w, x = model
     found = ols.diagnose(loss_fn, w, x)
     monkeypatch.setitem(globals(), "F16", F32)
     off = abs(found.loss / float(loss_fn(w, x)) - 1)
@@ -1432,13 +1432,13 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@quick("order", ORDERS, "sort", "top_k")
 def test_what_is_sorted_is_compared_with_what_float32_sorts(order, monkeypatch):
     """And is not taken for right, as numbers come in another order."""
 
     def loss_fn(w, x):
         u = x.astype(F16) @ w.astype(F16) + F16(3000)
-        return square(ORDERS[order](u) - F16(3000), -0.3)
+        return square(order(u) - F16(3000), -0.3)
 
     w, x = normal(8, 8), normal(64, 8, scale=1)
     found = ols.diagnose(loss_fn, w, x)

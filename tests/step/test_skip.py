@@ -12,7 +12,7 @@ import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import pairwise
+from pairs import pairwise, quick
 
 import optax_lossscale as ols
 from optax_lossscale import skips
@@ -392,29 +392,32 @@ def test_steps_compile_once_and_keep_every_dtype_in_a_scan(rule):
 
 
 @each_rule
-def test_a_step_runs_under_jaxs_strictest_settings(rule):
+@pytest.mark.parametrize(
+    "is_compiled", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
+def test_a_step_runs_under_jaxs_strictest_settings(rule, is_compiled):
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
-    for compiled in (False, True):
-        step = jax.jit(tx.apply_gradients) if compiled else tx.apply_gradients
-        with strict[0], strict[1], jax.debug_nans(True):
-            _, state = step(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
-        assert state.should_apply
+    step = jax.jit(tx.apply_gradients) if is_compiled else tx.apply_gradients
+    with strict[0], strict[1], jax.debug_nans(True):
+        _, state = step(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
+    assert state.should_apply
+
+
+DIFFERENTIATED = {
+    **{name: (rule, None) for name, rule in RULES.items()},
+    "headroom": (RULES["spikes"], "headroom"),
+    "headroom alone": (None, "headroom"),
+}
 
 
 @pytest.mark.parametrize(
     "way", [jax.grad, pytest.param(jax.jacfwd, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(
-    ("skip", "loss_scale"),
-    [
-        *((rule, None) for rule in RULES.values()),
-        (RULES["spikes"], "headroom"),
-        (None, "headroom"),
-    ],
-    ids=[*RULES, "headroom", "headroom alone"],
-)
-def test_steps_are_differentiated_as_without_a_rule(skip, loss_scale, way):
+@quick("options", DIFFERENTIATED, "spikes", "maxtext", "axlearn", "headroom")
+def test_steps_are_differentiated_as_without_a_rule(options, way):
+    skip, loss_scale = options
+
     def after_steps(learning_rate, skip, loss_scale):
         loss_fn = lambda params, x: 0.1 * jnp.sum((params["w"] * x) ** 2)
         tx = ols.with_loss_scale(optax.adam(learning_rate), loss_scale, skip=skip)
