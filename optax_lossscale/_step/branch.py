@@ -8,11 +8,12 @@ every step, and a select keeps either its results or the old values::
     new = inner_update(grads, old)
     new = lax.select(should_apply, new, old)
 
-A conditional saves the work of a skipped step. But skipped steps are rare, so memory
-traffic matters more. On CPU, a conditional computes its results in place. On GPU, the
-compiler puts them into separate buffers, and copies them from there. On TPU, it does
-the same with the updates that `update` returns. A select needs no copy, because it is
-fused into the kernel that computes the result.
+A conditional saves the work of a skipped step. But skipped steps are rare, so the
+memory traffic of the applied ones matters more. On CPU, a conditional computes its
+results in place, and is the default. On GPU, the compiler puts the results of a
+conditional into separate buffers, and copies them from there. On TPU, it does the same
+with the updates that `update` returns. A select needs no copy, because it is fused into
+the kernel that computes the result, so it is the default on GPU and TPU.
 
 What this file says about GPU and TPU was read from compiled programs, and not timed.
 """
@@ -44,9 +45,9 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """Applies or skips a step; returns new parameters or updates, and the inner state.
 
-    Outside `jit`, `should_apply` is concrete, that is, its value is known. Then an
-    applied step only runs `update`, and a skipped step does not run it, unless
-    `branch="select"`.
+    Outside `jit`, `should_apply` is concrete, that is, its value is known. Then no
+    branch is compiled: an applied step runs `update` alone, and a skipped step does not
+    run `update`, unless `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.

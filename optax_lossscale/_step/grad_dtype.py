@@ -1,9 +1,9 @@
 """Casts parameters to `grad_dtype`, which makes it the dtype of their gradients.
 
-JAX gives a gradient the dtype of the argument that is differentiated. So parameters are
-cast before the loss function is called: with `grad_dtype=jnp.float16`, float32
-parameters get float16 gradients, which take half the memory. Only floats wider than
-`grad_dtype` are cast, since the gradients of narrower ones are narrow already.
+JAX gives a gradient the dtype of the argument that is differentiated, so parameters are
+cast before the loss function is called. With `grad_dtype=jnp.float16`, float32
+parameters then get float16 gradients, which take half the memory. Only floats wider
+than `grad_dtype` are cast, because the gradients of narrower floats are narrow already.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,8 +45,8 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """Casts a leaf to a dtype if it is a wider float, and if the dtype is not None.
 
     Raises a `ValueError` if the leaf is a float of the same width but another dtype,
-    such as bfloat16 instead of float16. JAX promotes these two together to float32, so
-    the model would compute in float32.
+    such as bfloat16 instead of float16. Where the two meet, JAX promotes both to
+    float32, so the model would compute in float32.
     """
     if dtype is None or not is_inexact_leaf(x) or jnp.iscomplexobj(x):
         return x
@@ -81,7 +81,7 @@ def _is_none(x: Any) -> bool:
 def _is_function(grad_dtype: Any) -> bool:
     """Whether `grad_dtype` is a function, and not a dtype or a tree of dtypes.
 
-    It is not enough to be callable: a dtype such as `jnp.float16` is callable, too.
+    It is not enough that it is callable, because dtypes such as `jnp.float16` are, too.
     """
     is_function = validation.is_function(grad_dtype)
     return is_function and validation.dtype_or_none(grad_dtype) is None

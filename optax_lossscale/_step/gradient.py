@@ -56,15 +56,17 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Returns:
       The unchanged loss, shape (), in float32 or wider. If the loss is narrower than
-      that, backpropagation begins by casting the loss scale to the dtype of the loss,
-      and float16 may be too narrow for it.
+      float32, backpropagation begins by casting the loss scale to the dtype of the
+      loss, and a large scale becomes infinite in float16.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` is not a loss scale; if it is a state that
-        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
-        its loss scale is a stack of several models' scales; or if another
-        transformation in it comes after `with_master_weights`.
+      ValueError: if `loss_scale` is not a loss scale.
+      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects, for example
+        because it holds no loss scale, or several.
+      ValueError: if `loss_scale` is a stack of several models' loss scales or states.
+      ValueError: if `loss_scale` is a state in which another transformation comes after
+        `with_master_weights`.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
@@ -130,10 +132,10 @@ def value_and_scaled_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
       grad_dtype: the dtype of the gradients. Wider floats in the differentiated
-        arguments are cast to it before `fun` is called. This alone does not make
-        matrix products narrow: JAX promotes the parameters to float32 where the other
-        operand, such as the batch, is float32. For 16-bit products, pass
-        `autocast(fun)`. One of:
+        arguments are cast to it before `fun` is called. The cast alone does not make
+        matrix products narrow, because JAX promotes the parameters to float32 where the
+        other operand, such as the batch, is float32. For 16-bit products, pass
+        `autocast(fun)`. `grad_dtype` is one of:
 
         - A dtype, such as `jnp.float16`, which halves the memory of float32 gradients.
         - A tree of dtypes, with `None` for no cast. It may be a prefix of the
@@ -150,24 +152,23 @@ def value_and_scaled_grad(
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
-      TypeError: if `fun` is not a function, or if `argnums` are not ints, or empty.
-      TypeError: when called, if the loss is not a real floating-point scalar, or if
-        `has_aux` is set and `fun` does not return a pair.
+      TypeError: if `fun` is not a function.
+      TypeError: if `argnums` are not ints, or empty.
+      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: when called, if `has_aux` is set and `fun` does not return a pair.
       TypeError: when called, if a differentiated argument is not a tree of arrays, has
         integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
         with `nnx` and `scale_gradient`.
-      ValueError: if `loss_scale` is not a loss scale; if it is a state that
-        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
-        its loss scale is a stack of several models' scales; or if another
-        transformation in it comes after `with_master_weights`.
-      ValueError: if `argnums` name an argument twice; when called, also if a negative
-        number names an argument again.
-      ValueError: if `grad_dtype` contains a dtype that is not floating-point; when
-        called, also if it is not a prefix of the differentiated argument, or if the
-        argument has floats of another dtype of the same width.
+      ValueError: if `loss_scale` is one that `scale_gradient` rejects.
+      ValueError: if `argnums` name an argument twice. If a negative number names an
+        argument again, the error is raised when the function is called.
+      ValueError: if `grad_dtype` contains a dtype that is not floating-point.
+      ValueError: when called, if `grad_dtype` is not a prefix of the differentiated
+        argument, or if the argument has floats of another dtype of the same width.
 
     Warns:
-      UserWarning: when called, if the loss is float16, as `scale_gradient` does.
+      UserWarning: when called, if the loss is float16 and the loss scale may reach
+        65520, which is infinite in float16.
 
     Example:
       >>> import jax.numpy as jnp
@@ -238,8 +239,8 @@ def _with_differentiated(
 def _check_no_modules(tree: Any) -> None:
     """Raises a `TypeError` if a tree holds an `nnx.Module`.
 
-    Only the parameters of a module can be differentiated, and `jax.grad` would lose its
-    batch statistics and random streams.
+    Only the parameters of a module can be differentiated, and `jax.grad` would lose the
+    module's batch statistics and random streams.
     """
     modules = find_nodes(is_module, tree)
     if modules:

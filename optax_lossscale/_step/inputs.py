@@ -1,9 +1,9 @@
 """Validates the inputs of a step: the gradients, the parameters and the loss.
 
-`prepare` checks that they fit each other, and returns them as a `StepInputs`, with
-zeros for missing gradients. The gradients are still scaled. The rest of the step
-unscales those that the `mask` keeps, and checks that they are finite. The others are
-*excluded*: they are neither unscaled nor checked.
+`prepare` checks that these fit each other, and returns them as a `StepInputs`, with
+zeros for missing gradients. All gradients are still scaled. The rest of the step
+unscales the gradients that the `mask` keeps, and checks that they are finite. All other
+gradients are *excluded*, that is, neither unscaled nor checked.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def _check_fit(grads: Any, params: Any) -> None:
     """Raises a `ValueError` unless each gradient fits its parameter.
 
     A gradient must have the shape of its parameter, and must be floating-point if the
-    parameter is. It may have further axes in front, because some inner transformations
+    parameter is. Further axes in front are allowed, because some inner transformations
     expect a gradient for each example of a batch.
     """
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)

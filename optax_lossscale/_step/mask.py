@@ -1,7 +1,8 @@
 """The argument `mask`, which excludes gradients from unscaling and from the check.
 
-Some leaves of a gradient tree are not gradients, but new values of their parameters,
-which the loss scale does not multiply. Flax's float8 scales are an example::
+The loss scale multiplies all gradients. But some leaves of a gradient tree are not
+gradients: they are new values of their parameters, such as Flax's float8 scales, and
+must not be divided by the loss scale. A mask of bools excludes these leaves::
 
     mask = {"params": True, "_overwrite_with_gradient": False}
 

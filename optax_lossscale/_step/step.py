@@ -46,7 +46,7 @@ from optax_lossscale._step.update import InnerUpdate
 class ScaledStep:
     """The step of the optimizer that `with_loss_scale` returns.
 
-    An instance is the `update` of that optimizer. A closure would do for this, but
+    An instance is the `update` of that optimizer. A closure would not do, because
     `apply_gradients` also calls the method `step`.
 
     Attributes:
@@ -73,8 +73,8 @@ class ScaledStep:
     def init(self, params: Any) -> LossScaleState:
         """Returns the state before the first step.
 
-        The inner state has float32 or wider numbers even for 16-bit parameters. In
-        float16, small ones such as Adam's second moments would underflow.
+        The inner state has float32 or wider numbers even for 16-bit parameters, because
+        small numbers such as Adam's second moments would underflow in float16.
         """
         inputs.check_arrays("params", params)
         return LossScaleState(
@@ -120,8 +120,8 @@ class ScaledStep:
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
-            # MaxText and Levanter pass the loss under this name. Without a rule, it is
-            # not read, because it may be something else.
+            # MaxText and Levanter pass the loss under this name. Without a rule, the
+            # argument is not read, because it may be something else.
             value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)
@@ -151,8 +151,8 @@ class ScaledStep:
 def _unaliased(state: Any, params: Any) -> Any:
     """Copies arrays of the state that occur in it twice, or among the parameters.
 
-    JAX refuses to donate the same array twice. After this, the parameters and the state
-    can be donated to a step together.
+    JAX refuses to donate the same array twice. With the copies, the parameters and the
+    state can be donated to a step together.
     """
     seen = {id(param) for param in jax.tree.leaves(params)}
 
