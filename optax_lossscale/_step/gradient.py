@@ -199,6 +199,8 @@ def value_and_scaled_grad(
     def value_and_scaled_grad_fn(*args, **fun_kwargs):
         are_in_range = all(-len(args) <= n < len(args) for n in positions)
         if are_in_range:  # otherwise, JAX raises an error
+            if len({n % len(args) for n in positions}) < len(positions):
+                raise ValueError(f"argnums must name each argument once, got {argnums}")
             differentiated = _differentiated(args, argnums)
             _check_no_modules(differentiated)
             check_arrays("what is differentiated", differentiated)
@@ -212,15 +214,10 @@ def value_and_scaled_grad(
 
 
 def _differentiated(args: Sequence[Any], argnums: int | Sequence[int]) -> Any:
-    """Returns the argument that `argnums` names, or a tuple if it is a sequence.
-
-    Raises a `ValueError` if a negative number names an argument again.
-    """
-    if not isinstance(argnums, Sequence):
-        return args[argnums]
-    if len({n % len(args) for n in argnums}) < len(argnums):
-        raise ValueError(f"argnums must name each argument once, got {argnums}")
-    return tuple(args[n] for n in argnums)
+    """Returns the argument that `argnums` names, or a tuple if it is a sequence."""
+    if isinstance(argnums, Sequence):
+        return tuple(args[n] for n in argnums)
+    return args[argnums]
 
 
 def _with_differentiated(
