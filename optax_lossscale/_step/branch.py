@@ -53,8 +53,8 @@ def apply_or_skip(
       should_apply: whether to apply the step; True if nothing was checked.
       update: the inner update, which returns parameters or updates. A skipped step
         returns the old parameters, or zeros for the updates.
-      operands: the inputs, still scaled, and the state. They are passed to the branches
-        as arguments, because branches that close over arrays take longer to trace.
+      operands: the inputs, still scaled, and the state. The branches receive both as
+        arguments, because branches that close over arrays take longer to trace.
       branch: the way to skip; None chooses by the platform that the step is compiled
         for: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
@@ -64,7 +64,7 @@ def apply_or_skip(
     run_inner = update.apply if is_concrete else jax.jit(update.apply)
 
     def apply(scaled, state):
-        # Unscaling the gradients a second time is fused with the inner update. That is
+        # A second unscaling of the gradients is fused with the inner update, so it is
         # cheaper than keeping the unscaled gradients of the check in memory.
         return run_inner(scaled.unscaled_by(state.loss_scale), state.inner_state)
 
@@ -91,8 +91,9 @@ def apply_or_skip(
     if branch == "select":
         return by_select(should_apply, *operands)
     if is_concrete:
-        # Copies, because callers may donate what a step returns. A `lax.cond` would be
-        # compiled again at every step, and stay in JAX's cache.
+        # The results are copies, because callers may donate what a step returns. They
+        # do not come from a `lax.cond`, which would be compiled again at every step,
+        # and stay in JAX's cache.
         return jax.tree.map(jnp.copy, skip(*operands))
     if branch == "cond":
         return by_cond(should_apply, *operands)

@@ -17,9 +17,10 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 
-# A dtype; a tree of dtypes, with None for leaves that are not cast; or a function that
-# accepts the differentiated argument and returns a dtype or a tree. Type checkers
-# accept only these containers; for a tree with other nodes, pass a function.
+# One of three things: a dtype, a tree of dtypes with None for leaves that are not cast,
+# or a function that accepts the differentiated argument and returns a dtype or a tree.
+# Type checkers accept only the containers that are listed here, so for a tree with
+# other nodes, pass a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -65,7 +66,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
 def check_grad_dtype(grad_dtype: Any) -> None:
     """Raises a `ValueError` unless this is a function or a tree of float dtypes.
 
-    The dtypes that a function returns are checked once it has been called.
+    The dtypes that a function returns are checked after the call of the function.
     """
     if _is_function(grad_dtype):
         return
@@ -74,7 +75,7 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether `x` is None: in a tree of dtypes, it is a leaf, not an empty subtree."""
+    """Whether `x` is None, which is a leaf of a tree of dtypes, not an empty subtree."""
     return x is None
 
 

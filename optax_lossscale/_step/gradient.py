@@ -6,7 +6,7 @@ scaled gradients.
 
 `scale_gradient` is for code that some other library differentiates. It returns the loss
 unchanged, but with a custom derivative: the loss scale instead of 1. By the chain rule,
-that multiplies every gradient of the loss by the scale.
+every gradient of the loss is then multiplied by the scale.
 """
 
 import functools
@@ -45,9 +45,9 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         loss, scaled_grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, scaled_grads, value=loss)
 
-    The gradients are scaled, as `with_loss_scale` expects them; in forward mode, the
-    tangent is scaled. Under `diagnose`, which tries its own loss scales, the gradient
-    is not scaled.
+    The gradients are scaled, as `with_loss_scale` expects them. In forward mode, the
+    tangent is scaled. Under `diagnose`, nothing is scaled, because `diagnose` tries its
+    own loss scales.
 
     Args:
       loss: a real floating-point scalar.

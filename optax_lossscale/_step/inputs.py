@@ -57,8 +57,8 @@ class StepInputs:
     def kept_grads(self) -> Any:
         """Returns the gradients that the mask keeps; without a mask, the whole tree.
 
-        With a mask, the result is a flat list with None for each excluded gradient. It
-        is not a tree, because a custom pytree node may not accept None as a child.
+        With a mask, the result is a flat list with None for each excluded gradient, and
+        not a tree, because a custom pytree node may not accept None as a child.
         """
         if self.kept is None:
             return self.grads
@@ -74,8 +74,8 @@ class StepInputs:
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
         # Whether a number is replaced depends on that number alone, and not on the
-        # check of all of them. So a norm that `inner` computes for a clip need not wait
-        # for the check, and XLA can compute both in the same pass.
+        # check of all numbers. So a norm that `inner` computes for a clip need not wait
+        # for the check, and XLA can compute norm and check in the same pass.
         grads_and_value = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, grads_and_value)
         return dataclasses.replace(self._with_kept_grads(grads), value=value)

@@ -18,9 +18,9 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse
 from optax_lossscale._arrays.validation import is_function
 
-# A bool; a tree of bools; or a function that accepts the gradients and returns a bool
-# or a tree. Type checkers accept only these containers; for a tree with other nodes,
-# pass a function.
+# One of three things: a bool, a tree of bools, or a function that accepts the gradients
+# and returns a bool or a tree. Type checkers accept only the containers that are listed
+# here, so for a tree with other nodes, pass a function.
 Mask: TypeAlias = (
     bool
     | np.bool_

@@ -50,9 +50,9 @@ def with_master_weights(
 
     For bfloat16 parameters, `remainder` is the low 16 bits of each float32 number. It
     takes half the memory of a float32 copy, and each step recovers the float32 numbers
-    bit for bit, except for those that round to zero or to infinity. A parameter may
-    differ in its last place from what `astype` would give: ties are rounded away from
-    zero, because with ties to even, 16 bits would not be enough. For float16
+    bit for bit, except for those that round to zero or to infinity. Because 16 bits
+    would not be enough with ties to even, ties are rounded away from zero, so a
+    parameter may differ in its last place from what `astype` would give. For float16
     parameters, whose range is smaller, `remainder` is a float32 copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
     difference.
@@ -175,7 +175,7 @@ class _UpdateAndRemainder(NamedTuple):
     """The results of a step for one parameter.
 
     Attributes:
-      update: what to add to the parameter; float32 or wider, of the parameter's shape.
+      update: what to add to the parameter, in its shape, in float32 or wider.
       remainder: the new remainder, in the shape and dtype of the old one, or
         `optax.MaskedNode()` for a parameter in float32 or wider.
     """

@@ -29,9 +29,9 @@ from optax_lossscale._skips.rule import SkipRule
 class LossScaleState(NamedTuple):
     """The state of `with_loss_scale`.
 
-    Save it in checkpoints as it is. Call `metrics` to log the state, and
-    `get_loss_scale` to read the loss scale. Both functions also find the state inside
-    that of an `optax.chain`, a train state or an `nnx.Optimizer`.
+    Save the state in checkpoints as it is. To log it, call `metrics`, and to read the
+    loss scale, `get_loss_scale`. Both functions also find the state inside the state of
+    an `optax.chain`, a train state or an `nnx.Optimizer`.
 
     Attributes:
       loss_scale: the `LossScale`, with its counters.

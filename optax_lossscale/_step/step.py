@@ -6,8 +6,8 @@
 2. The gradients are divided by the loss scale in the state, the same one that the loss
    was multiplied by.
 3. `decide_step` checks whether the gradients and the loss are finite on all replicas,
-   and then runs the skip rule, if there is one. It returns whether to apply the step,
-   and the state with an adapted loss scale.
+   and then runs the skip rule, if there is one. The results are whether to apply the
+   step, and the state with an adapted loss scale.
 4. `apply_or_skip` runs the inner optimizer on the unscaled gradients, or keeps the
    parameters and the inner state as they were.
 """
@@ -78,7 +78,8 @@ class ScaledStep:
         """
         inputs.check_arrays("params", params)
         return LossScaleState(
-            # Copies, because the state may be donated, and `init` called again.
+            # The arrays are copied, because the state may be donated, and `init` called
+            # again.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(self._init_inner(params), params),
             should_apply=jnp.array(True),

@@ -1,8 +1,8 @@
 """Runs the inner optimizer's update, the part of a step that can be skipped.
 
 The inner optimizer receives gradients, parameters and state in float32 or wider,
-whatever the dtype of the parameters. Its updates are added in float32 or wider, too,
-and the new parameters are rounded to their own dtype once, at the end::
+whatever the dtype of the parameters. The updates are added in float32 or wider, too,
+and the new parameters are rounded to their own dtype only once, at the end::
 
     updates, inner_state = inner.update(unscaled_grads, inner_state, float32_params)
     params = (float32_params + updates).astype(params.dtype)

@@ -161,8 +161,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The
-          loss is what `loss_fn` returned, unscaled; with `grad_dtype`, what it returned
-          for the cast parameters.
+          loss is unscaled, as `loss_fn` returned it. With `grad_dtype`, `loss_fn`
+          receives the cast parameters.
 
         Raises:
           TypeError: if `loss_fn` is not a function.
@@ -257,9 +257,10 @@ def with_loss_scale(
     step is applied. With `"select"`, `inner` runs at every step, and its results or the
     old values are selected. At a skipped step, `inner` then receives zeros in place of
     NaN and infinities, unless `skip=None` (and except in gradients that `mask`
-    excludes). So use `"cond"` if `inner` has side effects, such as a callback, or is
-    expensive, such as an `eigh`. The default is `"cond"` on CPU, and `"select"` on GPU
-    and TPU, where compiled programs show copies after a conditional (not timed).
+    excludes). Use `"cond"` if `inner` should not run at a skipped step, because it has
+    side effects, such as a callback, or is expensive, such as an `eigh`. The default is
+    `"cond"` on CPU, and `"select"` on GPU and TPU, where compiled programs show copies
+    after a conditional (not timed).
 
     *Replicas.* If replicas decided independently, their parameters would diverge, and a
     collective inside `inner` would deadlock under `branch="cond"`. So along
