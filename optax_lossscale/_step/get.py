@@ -72,8 +72,8 @@ def get(identifier: LossScaleLike) -> LossScale:
       The `LossScale`, in its initial state unless the identifier is a `LossScale`.
 
     Raises:
-      ValueError: if `identifier` is none of these, or is a number that is not positive
-        and finite.
+      ValueError: if `identifier` is none of these, or is a number that is not from
+        2**-126 to 2**126.
       ValueError: if there is no preset of that name, or if one of its arguments is
         unknown or missing. The error lists the known ones.
 

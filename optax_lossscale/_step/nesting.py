@@ -5,7 +5,8 @@ Two kinds are rejected:
 - One of the four wrappers in `_BELONG_INSIDE` around `with_loss_scale`. For example,
   `optax.MultiSteps(with_loss_scale(…), 4)` would sum scaled gradients.
 - A transformation after `with_master_weights` in a chain, or one of the wrappers in
-  `_REPLACE_UPDATES` around it, because either changes its updates.
+  `_REPLACE_UPDATES` around it, because either changes the updates of
+  `with_master_weights`.
 
 Other combinations may also train wrongly, but are allowed. In a chain, a transformation
 before `with_loss_scale` that sums gradients keeps the NaN of an overflow, and a
