@@ -60,7 +60,8 @@ def apply_or_skip(
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
     is_concrete = not is_traced(should_apply)
-    # A compiled step calls this in several branches, and `jit` traces it only once.
+    # A compiled step calls this in several branches. Under `jit`, the update is traced
+    # only once.
     run_inner = update.apply if is_concrete else jax.jit(update.apply)
 
     def apply(scaled, state):

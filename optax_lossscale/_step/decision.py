@@ -143,9 +143,9 @@ def _run_rule(
     """Returns the next skip rule, and whether to apply the step.
 
     `passed` is whether the step passed all other checks. The rule runs at every step,
-    which is cheaper than a branch. If the step failed a check, or if its norm or loss
-    is not finite, the rule's decision and its new state are discarded, except that its
-    `gradient_norm` becomes infinite.
+    because a branch would cost more. If the step failed a check, or if its norm or loss
+    is not finite, the rule's decision and new state are discarded, and only the rule's
+    `gradient_norm` changes: it becomes infinite.
     """
     may_apply = passed & jnp.isfinite(norm)
     if value is not None:

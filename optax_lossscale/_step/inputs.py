@@ -67,7 +67,8 @@ class StepInputs:
 
     def unscaled_by(self, loss_scale: LossScale) -> Self:
         """Returns a copy with unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several branches, and `jit` traces it only once.
+        # A compiled step unscales in several branches, and under `jit`, the unscaling
+        # is traced only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 

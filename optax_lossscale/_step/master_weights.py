@@ -63,15 +63,15 @@ def with_master_weights(
 
     *It must come last.* A transformation after `with_master_weights` would change its
     updates, so the parameters would no longer be the rounded float32 numbers. Pass it
-    the whole optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. If
-    another of Optax's transformations follows it in a chain, or if Optax's `lookahead`,
-    `mechanize`, `sam` or `schedule_free` is around it, the `init` of `with_loss_scale`
-    raises an error, and so do `value_and_scaled_grad` and `scale_gradient` of such a
-    state. Any other change of its updates may go undetected, for example by a
-    transformation of your own, and then the low bits are lost at each step.
-    `testing.assert_scale_invariant` detects such a change for float16 parameters, but
-    not for bfloat16 ones. Transformations before `with_master_weights` in an
-    `optax.chain` receive the rounded parameters.
+    the whole optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. The
+    `init` of `with_loss_scale`, and `value_and_scaled_grad` and `scale_gradient` of
+    such a state, raise an error if another of Optax's transformations follows in a
+    chain, or if `optax.lookahead`, or `mechanize`, `sam` or `schedule_free` of
+    `optax.contrib`, is around `with_master_weights`. Any other change of the updates
+    may go undetected, for example by a transformation of your own, and then the low
+    bits are lost at each step. `testing.assert_scale_invariant` detects such a change
+    for float16 parameters, but not for bfloat16 ones. Transformations before
+    `with_master_weights` in an `optax.chain` receive the rounded parameters.
 
     Args:
       inner: any Optax transformation. It receives gradients and parameters in float32

@@ -35,7 +35,7 @@ _RESTART_RULE = (
 class LossScaleError(RuntimeError):
     """Training cannot go on: the scale is exhausted, or too many steps were skipped.
 
-    `raise_if_stuck` raises it.
+    `raise_if_stuck` raises this error, with a message that says what to try.
     """
 
 
@@ -54,10 +54,10 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many steps, in a row or not, before applied steps make up for them: its
-        `skip_debt` may be at most 20 times this number. Each step that the rule skips
-        adds 20 to this debt, and each applied step with a norm other than 0 subtracts
-        1.
+        skip as many steps, in a row or not, before applied steps make up for them. That
+        is, the rule's `skip_debt` may be at most 20 times this number: each step that
+        the rule skips adds 20 to the debt, and each applied step with a norm other than
+        0 subtracts 1.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`.
