@@ -8,11 +8,12 @@ every step, and a select keeps either its results or the old values::
     new = inner_update(grads, old)
     new = lax.select(should_apply, new, old)
 
-A conditional saves the work of a skipped step. But skipped steps are rare, so memory
-traffic matters more. On CPU, a conditional computes its results in place. On GPU, the
-compiler puts them into separate buffers, and copies them from there. On TPU, it does
-the same with the updates that `update` returns. A select needs no copy, because it is
-fused into the kernel that computes the result.
+A conditional saves the work of a skipped step. But skipped steps are rare, so the
+memory traffic of the applied ones matters more. On CPU, a conditional computes its
+results in place, and is the default. On GPU, the compiler puts the results of a
+conditional into separate buffers, and copies them from there. On TPU, it does the same
+with the updates that `update` returns. A select needs no copy, because it is fused into
+the kernel that computes the result, so it is the default on GPU and TPU.
 
 What this file says about GPU and TPU was read from compiled programs, and not timed.
 """
@@ -44,26 +45,27 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """Applies or skips a step; returns new parameters or updates, and the inner state.
 
-    Outside `jit`, `should_apply` is concrete, that is, its value is known. Then an
-    applied step only runs `update`, and a skipped step does not run it, unless
-    `branch="select"`.
+    Outside `jit`, `should_apply` is concrete, that is, its value is known. Then no
+    branch is compiled: an applied step runs `update` alone, and a skipped step does not
+    run `update`, unless `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.
       update: the inner update, which returns parameters or updates. A skipped step
         returns the old parameters, or zeros for the updates.
-      operands: the inputs, still scaled, and the state. They are passed to the branches
-        as arguments, because branches that close over arrays take longer to trace.
+      operands: the inputs, still scaled, and the state. The branches receive both as
+        arguments, because branches that close over arrays take longer to trace.
       branch: the way to skip; None chooses by the platform that the step is compiled
         for: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
     is_concrete = not is_traced(should_apply)
-    # A compiled step calls this in several branches, and `jit` traces it only once.
+    # A compiled step calls this in several branches. Under `jit`, the update is traced
+    # only once.
     run_inner = update.apply if is_concrete else jax.jit(update.apply)
 
     def apply(scaled, state):
-        # Unscaling the gradients a second time is fused with the inner update. That is
+        # A second unscaling of the gradients is fused with the inner update, so it is
         # cheaper than keeping the unscaled gradients of the check in memory.
         return run_inner(scaled.unscaled_by(state.loss_scale), state.inner_state)
 
@@ -90,8 +92,9 @@ def apply_or_skip(
     if branch == "select":
         return by_select(should_apply, *operands)
     if is_concrete:
-        # Copies, because callers may donate what a step returns. A `lax.cond` would be
-        # compiled again at every step, and stay in JAX's cache.
+        # The results are copies, because callers may donate what a step returns. They
+        # do not come from a `lax.cond`, which would be compiled again at every step,
+        # and stay in JAX's cache.
         return jax.tree.map(jnp.copy, skip(*operands))
     if branch == "cond":
         return by_cond(should_apply, *operands)

@@ -8,8 +8,9 @@ A step is applied if all of these hold:
 4. With a skip rule, the gradient norm is finite in float32, that is, below 2**64, and
    the rule accepts the step.
 
-Each of the first three may be turned off. Its result is then Python's True instead of a
-bool array (the type `Flag`), and costs nothing. The rule decides last.
+Each of the first three checks may be turned off. The result of such a check is Python's
+True instead of a bool array (the type `Flag`), so it costs nothing. The rule decides
+last.
 
 All replicas must decide alike, or their parameters would diverge. So with an
 `axis_name`, everything that the decision depends on is first reduced over that axis:
@@ -56,8 +57,9 @@ def decide_step(
     state.
 
     The loss scale does not adapt if the loss is not finite, if finite gradients have a
-    norm of 2**64 or more, or if the rule skips the step. Another scale would not have
-    helped, and a skipped step should not count towards the growth of the scale.
+    norm of 2**64 or more, or if the rule skips the step, because another scale would
+    not have helped, and a skipped step should not count towards the growth of the
+    scale.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
@@ -78,7 +80,8 @@ def decide_step(
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _run_rule(rule, norm, value, passed, axis_name)
-        # A step that passed the other checks, but is skipped here, leaves it unchanged.
+        # If the step passed the other checks, but is skipped here, the loss scale
+        # stays as it was.
         scale_adapts = loss_finite & (should_apply | ~passed)
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
@@ -110,10 +113,11 @@ def _check_gradients(
 def _adapt(
     loss_scale: LossScale, grads: Any, grads_finite: Flag, axis_name: AxisName | None
 ) -> tuple[LossScale, Flag]:
-    """Returns the next loss scale, and whether this one allows the step.
+    """Returns the next loss scale, and whether the current one allows the step.
 
-    The inherited `update` would check the gradients again, only to pass the answer to
-    `adjust`. So `adjust` is called directly, with `grads_finite`.
+    If a loss scale inherits `update`, its `adjust` is called directly, with
+    `grads_finite`, because `update` would check the gradients again, only to pass the
+    answer to `adjust`.
     """
     if _inherits_update(loss_scale):
         new = loss_scale.adjust(grads_finite)
@@ -125,7 +129,7 @@ def _adapt(
 
 
 def _inherits_update(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `LossScale.update`, a check and then `adjust`."""
+    """Whether a loss scale inherits `LossScale.update`, which checks, then adjusts."""
     return type(loss_scale).update is LossScale.update
 
 
@@ -139,9 +143,9 @@ def _run_rule(
     """Returns the next skip rule, and whether to apply the step.
 
     `passed` is whether the step passed all other checks. The rule runs at every step,
-    which is cheaper than a branch. If the step failed a check, or if its norm or loss
-    is not finite, the rule's decision and its new state are discarded, except that its
-    `gradient_norm` becomes infinite.
+    because a branch would cost more. If the step failed a check, or if its norm or loss
+    is not finite, the rule's decision and new state are discarded, and only the rule's
+    `gradient_norm` changes: it becomes infinite.
     """
     may_apply = passed & jnp.isfinite(norm)
     if value is not None:

@@ -44,15 +44,15 @@ LossScaleLike = (
 
 _REMEDY_FOR_SEVERAL = (
     "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
-    "once. To use testing on a step with several states, make it a function of one of "
-    "them."
+    "once. To use testing on a step with several states, make the step a function of "
+    "one of them."
 )
 
 
 def get(identifier: LossScaleLike) -> LossScale:
     """Returns the loss scale for an identifier: a word, a number or a config.
 
-    `with_loss_scale` and other functions call it on their argument `loss_scale`. So a
+    `with_loss_scale` and other functions call it on their argument `loss_scale`, so a
     program can read that argument from a config file, as a word, a number or a dict.
 
     Args:
@@ -65,15 +65,17 @@ def get(identifier: LossScaleLike) -> LossScale:
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: returned unchanged.
         - A dict from `get_config`: the loss scale that it describes.
-        - A dict with the key `"preset"`: the function or class of that name in
-          `presets` is called with the other items as its arguments.
+        - A dict with the key `"preset"`: what the function or class of that name in
+          `presets` returns for the other items as its arguments.
 
     Returns:
       The `LossScale`, in its initial state unless the identifier is a `LossScale`.
 
     Raises:
-      ValueError: for anything else. If the name of a preset is unknown, or one of its
-        arguments is unknown or missing, the error lists the known ones.
+      ValueError: if `identifier` is none of these, or is a number that is not from
+        2**-126 to 2**126.
+      ValueError: if there is no preset of that name, or if one of its arguments is
+        unknown or missing. The error lists the known ones.
 
     Example:
       >>> import optax_lossscale as ols
@@ -127,8 +129,8 @@ def get_loss_scale(state: Any) -> LossScale:
 
     Returns:
       The `LossScale`. Its state fields are arrays, even if `nnx` keeps them in
-      variables. If the state is a stack of several models' states, so is the loss
-      scale.
+      variables. If the state is a stack of several models' states, the loss scale is a
+      stack, too.
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one. (A loss scale in
@@ -171,12 +173,12 @@ def resolve(loss_scale: Any) -> LossScale:
     """Returns the loss scale for the argument `loss_scale` of another function.
 
     The argument is anything that `get` accepts, a state that holds one loss scale, or
-    an array of shape (). The array may be traced, for trainers that pass the scale to
-    their compiled step as an argument.
+    an array of shape (). The array may be traced, because some trainers pass the scale
+    to their compiled step as an argument.
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only multiply by this scale, so it does not matter how it would adapt.
+        # Callers only multiply by the scale, so the class does not matter.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)
@@ -189,7 +191,7 @@ def resolve(loss_scale: Any) -> LossScale:
 def _is_identifier(x: Any) -> bool:
     """Whether this is an identifier for `get`: None, a config, or a leaf, not a tree.
 
-    A state may also be a dict, so a config is recognized by its keys.
+    A config is recognized by its keys, because a state may be a dict as well.
     """
     match x:
         case None | {"preset": str()} | {"class_name": str(), "config": _}:

@@ -1,9 +1,9 @@
 """Casts parameters to `grad_dtype`, which makes it the dtype of their gradients.
 
-JAX gives a gradient the dtype of the argument that is differentiated. So parameters are
-cast before the loss function is called: with `grad_dtype=jnp.float16`, float32
-parameters get float16 gradients, which take half the memory. Only floats wider than
-`grad_dtype` are cast, since the gradients of narrower ones are narrow already.
+JAX gives a gradient the dtype of the argument that is differentiated, so parameters are
+cast before the loss function is called. With `grad_dtype=jnp.float16`, float32
+parameters then get float16 gradients, which take half the memory. Only floats wider
+than `grad_dtype` are cast, because the gradients of narrower floats are narrow already.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,10 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 
-# A dtype; a tree of dtypes, with None for leaves that are not cast; or a function that
-# accepts the differentiated argument and returns a dtype or a tree. Type checkers
-# accept only these containers; for a tree with other nodes, pass a function.
+# One of three things: a dtype, a tree of dtypes with None for leaves that are not cast,
+# or a function that accepts the differentiated argument and returns a dtype or a tree.
+# Type checkers accept only the containers that are listed here, so for a tree with
+# other nodes, pass a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -45,8 +46,8 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """Casts a leaf to a dtype if it is a wider float, and if the dtype is not None.
 
     Raises a `ValueError` if the leaf is a float of the same width but another dtype,
-    such as bfloat16 instead of float16. JAX promotes these two together to float32, so
-    the model would compute in float32.
+    such as bfloat16 instead of float16. Where the two meet, JAX promotes both to
+    float32, so the model would compute in float32.
     """
     if dtype is None or not is_inexact_leaf(x) or jnp.iscomplexobj(x):
         return x
@@ -65,7 +66,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
 def check_grad_dtype(grad_dtype: Any) -> None:
     """Raises a `ValueError` unless this is a function or a tree of float dtypes.
 
-    The dtypes that a function returns are checked once it has been called.
+    The dtypes that a function returns are checked after the call of the function.
     """
     if _is_function(grad_dtype):
         return
@@ -74,14 +75,14 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether `x` is None: in a tree of dtypes, it is a leaf, not an empty subtree."""
+    """Whether `x` is None, in a tree of dtypes a leaf and not an empty subtree."""
     return x is None
 
 
 def _is_function(grad_dtype: Any) -> bool:
     """Whether `grad_dtype` is a function, and not a dtype or a tree of dtypes.
 
-    It is not enough to be callable: a dtype such as `jnp.float16` is callable, too.
+    It is not enough that it is callable, because dtypes such as `jnp.float16` are, too.
     """
     is_function = validation.is_function(grad_dtype)
     return is_function and validation.dtype_or_none(grad_dtype) is None

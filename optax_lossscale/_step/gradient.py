@@ -6,7 +6,7 @@ scaled gradients.
 
 `scale_gradient` is for code that some other library differentiates. It returns the loss
 unchanged, but with a custom derivative: the loss scale instead of 1. By the chain rule,
-that multiplies every gradient of the loss by the scale.
+every gradient of the loss is then multiplied by the scale.
 """
 
 import functools
@@ -45,9 +45,9 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         loss, scaled_grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, scaled_grads, value=loss)
 
-    The gradients are scaled, as `with_loss_scale` expects them; in forward mode, the
-    tangent is scaled. Under `diagnose`, which tries its own loss scales, the gradient
-    is not scaled.
+    The gradients are scaled, as `with_loss_scale` expects them. In forward mode, the
+    tangent is scaled. Under `diagnose`, nothing is scaled, because `diagnose` tries its
+    own loss scales.
 
     Args:
       loss: a real floating-point scalar.
@@ -56,15 +56,17 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Returns:
       The unchanged loss, shape (), in float32 or wider. If the loss is narrower than
-      that, backpropagation begins by casting the loss scale to the dtype of the loss,
-      and float16 may be too narrow for it.
+      float32, backpropagation begins by casting the loss scale to the dtype of the
+      loss, and a large scale becomes infinite in float16.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` is not a loss scale; if it is a state that
-        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
-        its loss scale is a stack of several models' scales; or if another
-        transformation in it comes after `with_master_weights`.
+      ValueError: if `loss_scale` is not a loss scale.
+      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects, for example
+        because it holds no loss scale, or several.
+      ValueError: if `loss_scale` is a stack of several models' loss scales or states.
+      ValueError: if `loss_scale` is a state in which another transformation comes after
+        `with_master_weights`.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
@@ -130,10 +132,10 @@ def value_and_scaled_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
       grad_dtype: the dtype of the gradients. Wider floats in the differentiated
-        arguments are cast to it before `fun` is called. This alone does not make
-        matrix products narrow: JAX promotes the parameters to float32 where the other
-        operand, such as the batch, is float32. For 16-bit products, pass
-        `autocast(fun)`. One of:
+        arguments are cast to it before `fun` is called. The cast alone does not make
+        matrix products narrow, because JAX promotes the parameters to float32 where the
+        other operand, such as the batch, is float32. For 16-bit products, pass
+        `autocast(fun)`. `grad_dtype` is one of:
 
         - A dtype, such as `jnp.float16`, which halves the memory of float32 gradients.
         - A tree of dtypes, with `None` for no cast. It may be a prefix of the
@@ -150,24 +152,23 @@ def value_and_scaled_grad(
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
-      TypeError: if `fun` is not a function, or if `argnums` are not ints, or empty.
-      TypeError: when called, if the loss is not a real floating-point scalar, or if
-        `has_aux` is set and `fun` does not return a pair.
+      TypeError: if `fun` is not a function.
+      TypeError: if `argnums` are not ints, or empty.
+      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: when called, if `has_aux` is set and `fun` does not return a pair.
       TypeError: when called, if a differentiated argument is not a tree of arrays, has
         integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
         with `nnx` and `scale_gradient`.
-      ValueError: if `loss_scale` is not a loss scale; if it is a state that
-        `get_loss_scale` rejects, such as one that holds no loss scale or several; if
-        its loss scale is a stack of several models' scales; or if another
-        transformation in it comes after `with_master_weights`.
-      ValueError: if `argnums` name an argument twice; when called, also if a negative
-        number names an argument again.
-      ValueError: if `grad_dtype` contains a dtype that is not floating-point; when
-        called, also if it is not a prefix of the differentiated argument, or if the
-        argument has floats of another dtype of the same width.
+      ValueError: if `loss_scale` is one that `scale_gradient` rejects.
+      ValueError: if `argnums` name an argument twice. If a negative number names an
+        argument again, the error is raised when the function is called.
+      ValueError: if `grad_dtype` contains a dtype that is not floating-point.
+      ValueError: when called, if `grad_dtype` is not a prefix of the differentiated
+        argument, or if the argument has floats of another dtype of the same width.
 
     Warns:
-      UserWarning: when called, if the loss is float16, as `scale_gradient` does.
+      UserWarning: when called, if the loss is float16 and the loss scale may reach
+        65520, which is infinite in float16.
 
     Example:
       >>> import jax.numpy as jnp
@@ -198,6 +199,8 @@ def value_and_scaled_grad(
     def value_and_scaled_grad_fn(*args, **fun_kwargs):
         are_in_range = all(-len(args) <= n < len(args) for n in positions)
         if are_in_range:  # otherwise, JAX raises an error
+            if len({n % len(args) for n in positions}) < len(positions):
+                raise ValueError(f"argnums must name each argument once, got {argnums}")
             differentiated = _differentiated(args, argnums)
             _check_no_modules(differentiated)
             check_arrays("what is differentiated", differentiated)
@@ -211,15 +214,10 @@ def value_and_scaled_grad(
 
 
 def _differentiated(args: Sequence[Any], argnums: int | Sequence[int]) -> Any:
-    """Returns the argument that `argnums` names, or a tuple if it is a sequence.
-
-    Raises a `ValueError` if a negative number names an argument again.
-    """
-    if not isinstance(argnums, Sequence):
-        return args[argnums]
-    if len({n % len(args) for n in argnums}) < len(argnums):
-        raise ValueError(f"argnums must name each argument once, got {argnums}")
-    return tuple(args[n] for n in argnums)
+    """Returns the argument that `argnums` names, or a tuple if it is a sequence."""
+    if isinstance(argnums, Sequence):
+        return tuple(args[n] for n in argnums)
+    return args[argnums]
 
 
 def _with_differentiated(
@@ -238,8 +236,8 @@ def _with_differentiated(
 def _check_no_modules(tree: Any) -> None:
     """Raises a `TypeError` if a tree holds an `nnx.Module`.
 
-    Only the parameters of a module can be differentiated, and `jax.grad` would lose its
-    batch statistics and random streams.
+    Only the parameters of a module can be differentiated, and `jax.grad` would lose the
+    module's batch statistics and random streams.
     """
     modules = find_nodes(is_module, tree)
     if modules:

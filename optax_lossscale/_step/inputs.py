@@ -1,9 +1,9 @@
 """Validates the inputs of a step: the gradients, the parameters and the loss.
 
-`prepare` checks that they fit each other, and returns them as a `StepInputs`, with
-zeros for missing gradients. The gradients are still scaled. The rest of the step
-unscales those that the `mask` keeps, and checks that they are finite. The others are
-*excluded*: they are neither unscaled nor checked.
+`prepare` checks that these fit each other, and returns them as a `StepInputs`, with
+zeros for missing gradients. All gradients are still scaled. The rest of the step
+unscales the gradients that the `mask` keeps, and checks that they are finite. All other
+gradients are *excluded*, that is, neither unscaled nor checked.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ class StepInputs:
     def kept_grads(self) -> Any:
         """Returns the gradients that the mask keeps; without a mask, the whole tree.
 
-        With a mask, the result is a flat list with None for each excluded gradient. It
-        is not a tree, because a custom pytree node may not accept None as a child.
+        With a mask, the result is a flat list with None for each excluded gradient, and
+        not a tree, because a custom pytree node may not accept None as a child.
         """
         if self.kept is None:
             return self.grads
@@ -67,15 +67,16 @@ class StepInputs:
 
     def unscaled_by(self, loss_scale: LossScale) -> Self:
         """Returns a copy with unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several branches, and `jit` traces it only once.
+        # A compiled step unscales in several branches, and under `jit`, the unscaling
+        # is traced only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
         # Whether a number is replaced depends on that number alone, and not on the
-        # check of all of them. So a norm that `inner` computes for a clip need not wait
-        # for the check, and XLA can compute both in the same pass.
+        # check of all numbers. So a norm that `inner` computes for a clip need not wait
+        # for the check, and XLA can compute norm and check in the same pass.
         grads_and_value = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, grads_and_value)
         return dataclasses.replace(self._with_kept_grads(grads), value=value)
@@ -148,7 +149,7 @@ def _check_fit(grads: Any, params: Any) -> None:
     """Raises a `ValueError` unless each gradient fits its parameter.
 
     A gradient must have the shape of its parameter, and must be floating-point if the
-    parameter is. It may have further axes in front, because some inner transformations
+    parameter is. Further axes in front are allowed, because some inner transformations
     expect a gradient for each example of a batch.
     """
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)

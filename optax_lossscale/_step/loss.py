@@ -1,10 +1,9 @@
 """Checks of a loss function, and of the loss that it returns.
 
 A loss function returns the loss, a real scalar, or with `has_aux=True` a pair
-`(loss, aux)`. These functions catch the usual mistakes: a loss that is still an array,
-a pair without `has_aux`, a float16 loss, or a keyword that never reaches the loss
-function. JAX would report some of them in less familiar terms, and the others not at
-all.
+`(loss, aux)`. This file reports the usual mistakes: a loss that is still an array, a
+pair without `has_aux`, a float16 loss, or a keyword that never reaches the loss
+function. JAX reports some of these mistakes in terms of its own, and others not at all.
 """
 
 import inspect
@@ -25,7 +24,7 @@ _INFINITE_IN_FLOAT16 = 65520
 
 
 def loss_of(returned: Any, has_aux: bool) -> Any:
-    """Returns the loss in what a loss function returned: `loss` or `(loss, aux)`."""
+    """Returns the loss from what a loss function returned, `loss` or `(loss, aux)`."""
     if not has_aux:
         return returned
     if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -47,7 +46,8 @@ def check_scalar(name: str, x: Any) -> None:
     shape = np.shape(x)
     if shape:
         raise TypeError(
-            f"{name} must be a scalar, got shape {shape}; reduce it, say by jnp.mean"
+            f"{name} must be a scalar, got shape {shape}; reduce it, for example with "
+            "jnp.mean"
         )
 
 
@@ -59,8 +59,8 @@ def warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     may_be_infinite = highest is None or highest >= _INFINITE_IN_FLOAT16
     if may_be_infinite and getattr(loss, "dtype", None) == jnp.float16:
         warn(
-            "the loss is float16, where a loss scale is infinite from "
-            f"{_INFINITE_IN_FLOAT16} on. Compute the loss in float32: "
+            f"the loss is float16, where a loss scale of {_INFINITE_IN_FLOAT16} or "
+            "more is infinite. Compute the loss in float32: "
             "jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
         )
 
@@ -75,8 +75,8 @@ def check_keywords(
     `loss_fn`. If `loss_fn` has a parameter of that name, the user may have meant that
     parameter, but it would silently keep its default.
 
-    There is no doubt, and no error, if the parameter has a value from `args`, the
-    positional arguments that `fun` will be called with, or from a `functools.partial`.
+    No error is raised if the parameter already has a value: from `args`, the positional
+    arguments that `fun` will be called with, or from a `functools.partial`.
     """
     try:
         signature = inspect.signature(fun)

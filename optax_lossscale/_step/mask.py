@@ -1,7 +1,8 @@
 """The argument `mask`, which excludes gradients from unscaling and from the check.
 
-Some leaves of a gradient tree are not gradients, but new values of their parameters,
-which the loss scale does not multiply. Flax's float8 scales are an example::
+The loss scale multiplies all gradients. But some leaves of a gradient tree are not
+gradients: they are new values of their parameters, such as Flax's float8 scales, and
+must not be divided by the loss scale. A mask of bools excludes these leaves::
 
     mask = {"params": True, "_overwrite_with_gradient": False}
 
@@ -17,9 +18,9 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse
 from optax_lossscale._arrays.validation import is_function
 
-# A bool; a tree of bools; or a function that accepts the gradients and returns a bool
-# or a tree. Type checkers accept only these containers; for a tree with other nodes,
-# pass a function.
+# One of three things: a bool, a tree of bools, or a function that accepts the gradients
+# and returns a bool or a tree. Type checkers accept only the containers that are listed
+# here, so for a tree with other nodes, pass a function.
 Mask: TypeAlias = (
     bool
     | np.bool_

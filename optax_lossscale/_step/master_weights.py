@@ -1,9 +1,10 @@
 """Master weights: trains 16-bit parameters as float32 numbers.
 
-Most updates are too small to change a 16-bit number. So the optimizer trains a float32
-number, the *master weight*, and the parameter is that number rounded to 16 bits. To
-recover the master weight, the state stores a *remainder* beside the parameter. Each
-step joins the two, and splits the result (`_arrays/rounding.py`)::
+Small updates do not change a 16-bit number, and would be lost. So the optimizer trains
+a float32 number, the *master weight*, and the parameter is this number rounded to 16
+bits. To recover the master weight, the state stores a *remainder* beside the parameter.
+Each step joins parameter and remainder, and splits the result
+(`_arrays/rounding.py`)::
 
     weight = join(param, remainder)
     new_param, remainder = split(weight + inner_update)
@@ -37,11 +38,11 @@ def with_master_weights(
     Use it if the parameters themselves are float16 or bfloat16. You do not need it for
     float32 parameters, even if the model computes in 16 bits, as under `autocast`.
 
-    Most updates are smaller than half the distance from a parameter to the next 16-bit
-    number, so adding them to the parameter would change nothing. Therefore the state
-    stores a *remainder*, which is what a 16-bit parameter lacks to be a float32 number.
-    `inner` updates the float32 numbers, and the updates that the wrapper returns turn
-    the parameters into the rounded results::
+    An update that is smaller than half the distance from a parameter to the next 16-bit
+    number changes nothing when it is added to the parameter. So that small updates are
+    not lost, the state stores a *remainder*: what a 16-bit parameter lacks to be a
+    float32 number. `inner` updates the float32 numbers, and the updates that the
+    wrapper returns turn the parameters into the rounded results::
 
         weights = join(params, remainder)
         new_params, remainder = split(weights + inner's updates)
@@ -49,25 +50,28 @@ def with_master_weights(
 
     For bfloat16 parameters, `remainder` is the low 16 bits of each float32 number. It
     takes half the memory of a float32 copy, and each step recovers the float32 numbers
-    bit for bit, except for those that round to zero or to infinity. A parameter may
-    differ in its last place from what `astype` would give: ties are rounded away from
-    zero, because with ties to even, 16 bits would not be enough. For float16
+    bit for bit, except for those that round to zero or to infinity. Because 16 bits
+    would not be enough with ties to even, ties are rounded away from zero, so a
+    parameter may differ in its last place from what `astype` would give. For float16
     parameters, whose range is smaller, `remainder` is a float32 copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
     difference.
 
-    A program may change its parameters between steps. A float16 parameter that is no
-    longer the rounded copy replaces the copy; a bfloat16 parameter keeps its low bits.
+    A program may change its parameters between steps. A changed float16 parameter
+    replaces the float32 copy. A changed bfloat16 parameter still gets the old low bits,
+    which move it by at most half a unit in its last place.
 
-    *It must come last.* A transformation after it would change its updates, and so the
-    rounded parameters. Pass it the whole optimizer,
-    `with_loss_scale(with_master_weights(optax.chain(…)))`. If one of Optax's
-    transformations comes after it, the `init` of `with_loss_scale` around it raises an
-    error, and so does `value_and_scaled_grad` of such a state. But if one of your own
-    changes its updates, that may go undetected, and the low bits are lost at each step.
-    `testing.assert_scale_invariant` detects it for float16 parameters, but not for
-    bfloat16 ones. Transformations before it in an `optax.chain` receive the rounded
-    parameters.
+    *It must come last.* A transformation after `with_master_weights` would change its
+    updates, so the parameters would no longer be the rounded float32 numbers. Pass it
+    the whole optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. The
+    `init` of `with_loss_scale`, and `value_and_scaled_grad` and `scale_gradient` of
+    such a state, raise an error if another of Optax's transformations follows in a
+    chain, or if `optax.lookahead`, or `mechanize`, `sam` or `schedule_free` of
+    `optax.contrib`, is around `with_master_weights`. Any other change of the updates
+    may go undetected, for example by a transformation of your own, and then the low
+    bits are lost at each step. `testing.assert_scale_invariant` detects such a change
+    for float16 parameters, but not for bfloat16 ones. Transformations before
+    `with_master_weights` in an `optax.chain` receive the rounded parameters.
 
     Args:
       inner: any Optax transformation. It receives gradients and parameters in float32
@@ -81,13 +85,17 @@ def with_master_weights(
       second copy is stored.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation; in `update`, if the state
-        is not a state of this transformation.
-      ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
-        if the gradients do not have the structure of the parameters, if the state was
-        made for other shapes or dtypes, or if it holds the state of an optimizer of
-        16-bit parameters. (Float32 parameters are accepted in place of 16-bit ones,
-        because `with_loss_scale` converts them.)
+      TypeError: if `inner` is not a gradient transformation.
+      TypeError: in `update`, if the state is not a state of this transformation.
+      ValueError: in `init`, if a parameter has 8 bits.
+      ValueError: in `update`, if `params` is None.
+      ValueError: in `update`, if the gradients do not have the structure of the
+        parameters.
+      ValueError: in `update`, if the state was made for parameters of other shapes or
+        dtypes. (Float32 parameters are accepted in place of 16-bit ones, because
+        `with_loss_scale` converts them.)
+      ValueError: in `update`, if the state holds the inner state of an optimizer of
+        16-bit parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
@@ -167,7 +175,7 @@ class _UpdateAndRemainder(NamedTuple):
     """The results of a step for one parameter.
 
     Attributes:
-      update: what to add to the parameter; float32 or wider, of the parameter's shape.
+      update: what to add to the parameter, in its shape, in float32 or wider.
       remainder: the new remainder, in the shape and dtype of the old one, or
         `optax.MaskedNode()` for a parameter in float32 or wider.
     """

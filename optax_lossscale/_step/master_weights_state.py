@@ -4,10 +4,11 @@ A *remainder* is stored beside a 16-bit parameter to recover the float32 number 
 trained (`master_weights.py`). The field `MasterWeightsState.master_weights` is named
 after the float32 numbers, but it stores their remainders.
 
-`with_loss_scale` passes the inner optimizer all parameters in float32. A
-`with_master_weights` inside it therefore cannot tell which of them have 16 bits. So the
-`init` of `with_loss_scale` adds their remainders to the state (`with_remainders`). From
-then on, a parameter has 16 bits if the state stores a remainder for it.
+`with_loss_scale` passes the inner optimizer all parameters in float32, so a
+`with_master_weights` inside it cannot tell which parameters have 16 bits. Therefore the
+`init` of `with_loss_scale` adds the remainders of these to the state
+(`with_remainders`). From then on, a parameter counts as one of 16 bits if the state
+stores a remainder for it.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class MasterWeightsState(NamedTuple):
     def weights(self, params: Any) -> Any:
         """Returns the float32 numbers that are trained, for evaluation and export.
 
-        With `tx = with_loss_scale(with_master_weights(inner))`, they are
+        With `tx = with_loss_scale(with_master_weights(inner))`, call
         `state.inner_state.weights(params)`.
 
         Args:
@@ -52,9 +53,9 @@ class MasterWeightsState(NamedTuple):
 
         Returns:
           A tree like `params`, with the float32 numbers in place of 16-bit parameters.
-          If you changed a parameter after the last step, a new float16 value is
-          returned exactly. To a new bfloat16 value, the old low bits are added, which
-          change it by at most half a unit in its last place.
+          If you changed a float16 parameter after the last step, its new value is
+          returned as it is. A changed bfloat16 parameter still gets the old low bits,
+          which move it by at most half a unit in its last place.
         """
 
         def weight(param, remainder):
@@ -80,10 +81,10 @@ def initial_remainder(param: Any) -> Any:
 def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
     """Adds the remainders of 16-bit parameters to an inner state.
 
-    `init` is the inner optimizer's. It made `state` for the parameters in float32,
-    which have no remainders. So it is called again, for `params` in their own dtypes,
-    and each `MasterWeightsState` is replaced by the new one. If there is none, the
-    state is returned unchanged.
+    The inner optimizer's `init` made `state` for the parameters in float32, which have
+    no remainders. So `init` is called again, for `params` in their own dtypes, and each
+    `MasterWeightsState` is replaced by the new one. If `state` contains none, it is
+    returned unchanged.
     """
     if not find_nodes(is_master_weights_state, state):
         return state
@@ -97,7 +98,7 @@ def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
 def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
     """Raises a `ValueError` unless the remainders in `state` fit the parameters.
 
-    They must have the paths, shapes and dtypes of those in `init(params)`.
+    The remainders must have the same paths, shapes and dtypes as in `init(params)`.
     """
     master_states = find_nodes(is_master_weights_state, state)
     if not master_states:

@@ -2,8 +2,8 @@
 
 Some entries do not depend on the class of the loss scale, such as `loss_scale` and
 `skipped_steps`. The others are the public state of the loss scale and the skip rule,
-under the names of the fields. Two fields may have the same name, and then the second
-gets a longer one, such as `skip_rule/name`.
+under the names of the fields. If two fields have the same name, the second gets a
+longer one, such as `skip_rule/name`.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Call it in the compiled step or on the state that the step returns. With a
     `DynamicLossScale`, a few skipped steps are normal, because the scale grows until
-    gradients overflow. If steps are skipped again and again, look for the cause with
-    `diagnose`.
+    gradients overflow. But if steps are skipped again and again, look for the cause
+    with `diagnose`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
@@ -54,8 +54,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       is called `loss_scale/name` or `skip_rule/name`.
 
     Raises:
-      ValueError: if `get_loss_scale` rejects the state, such as one that holds no loss
-        scale, or several.
+      ValueError: if `get_loss_scale` rejects the state, for example because it holds no
+        loss scale, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax

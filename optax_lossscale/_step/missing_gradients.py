@@ -2,11 +2,12 @@
 
 A gradient is missing if it is None, which freezes its parameter, or a float0 array,
 which is JAX's gradient of an integer. The inner optimizer expects a gradient for every
-parameter, so `fill_missing` puts zeros in place of missing ones. But an optimizer with
-weight decay or momentum may move a parameter even if its gradient is zero. So
+parameter, so `fill_missing` puts zeros in place of missing gradients. But an optimizer
+with weight decay or momentum may move a parameter even if its gradient is zero. So
 `MissingGradients` records which gradients were missing. After the inner update, the
-updates of their parameters are dropped (`map_updates`), and their slots in the inner
-state, such as Adam's moments, are restored (`keep_slots`).
+updates of parameters without a gradient are dropped (`map_updates`), and the slots of
+these parameters in the inner state, such as Adam's moments, are restored
+(`keep_slots`).
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ class MissingGradients:
         contains these Nones, because a custom pytree node may not accept None as a
         child.
         """
-        # `optax.lookahead` has a pair of parameter trees, the fast and the slow one. So
-        # the path of a parameter has one key in front of the path of its gradient.
+        # `optax.lookahead` has a pair of parameter trees, the fast and the slow one, so
+        # the path of a parameter is the path of its gradient with one key in front.
         is_pair = isinstance(params, optax.LookaheadParams)
 
         def mapped(path, param, update):
@@ -59,7 +60,7 @@ class MissingGradients:
         """Returns the new inner state, but with old slots where gradients are missing.
 
         Slots are the arrays that the inner state holds for each parameter, such as
-        Adam's moments. Optax finds them by calling `init`, the inner optimizer's.
+        Adam's moments. Optax finds them by calling the inner optimizer's `init`.
         """
         if not self.paths:
             return new
@@ -87,7 +88,7 @@ def fill_missing(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
     """Puts zeros in place of missing gradients; returns `(grads, missing)`.
 
     The result has the structure of the parameters. Without parameters, it is not known
-    where zeros belong, and the gradients are returned unchanged.
+    where zeros belong, so the gradients are returned unchanged.
     """
     leaves = jax.tree.leaves_with_path(grads, is_leaf=_is_missing)
     missing = MissingGradients(frozenset(path for path, x in leaves if _is_missing(x)))

@@ -4,16 +4,18 @@ Two kinds are rejected:
 
 - One of the four wrappers in `_BELONG_INSIDE` around `with_loss_scale`. For example,
   `optax.MultiSteps(with_loss_scale(…), 4)` would sum scaled gradients.
-- A transformation that changes the updates of `with_master_weights`.
+- A transformation after `with_master_weights` in a chain, or one of the wrappers in
+  `_REPLACE_UPDATES` around it, because either changes the updates of
+  `with_master_weights`.
 
-Other combinations may also train wrongly, but are allowed. Before `with_loss_scale` in
-a chain, a transformation that sums gradients keeps the NaN of an overflow. After it, a
-transformation may move parameters at a skipped step.
+Other combinations may also train wrongly, but are allowed. In a chain, a transformation
+before `with_loss_scale` that sums gradients keeps the NaN of an overflow, and a
+transformation after `with_loss_scale` may move parameters at a skipped step.
 
 An optimizer is a pair of functions, which do not show what it consists of. But its
-state does: the state of a transformation holds the states of those inside it. Optax's
-classes of states are recognized by name, and not imported, so that this package works
-with versions of Optax that have moved one of them.
+state does, because the state of a transformation holds the states of those inside it.
+Optax's classes of states are recognized by name, and not imported, so that this package
+works with versions of Optax that have moved one of them.
 """
 
 from collections import OrderedDict
@@ -25,8 +27,9 @@ from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.master_weights_state import is_master_weights_state
 from optax_lossscale._step.state import loss_scales_in
 
-# Wrappers that belong inside `with_loss_scale`, by the names of their state classes:
-# the name of the wrapper, and the harm that it does around `with_loss_scale`
+# The wrappers that belong inside `with_loss_scale`. The key is the name of a wrapper's
+# state class. The value is the wrapper's name, and the harm that the wrapper does
+# around `with_loss_scale`.
 _BELONG_INSIDE = {
     "MultiStepsState": (
         "MultiSteps",
@@ -46,7 +49,8 @@ _BELONG_INSIDE = {
     ),
 }
 
-# State classes of wrappers that replace the updates of the transformation inside
+# The names of the state classes of wrappers that replace the updates of the
+# transformation inside them.
 _REPLACE_UPDATES = {
     "LookaheadState",
     "MechanicState",
@@ -81,11 +85,12 @@ def _is_around(state: Any) -> bool:
 def check_master_weights_are_last(state: Any) -> None:
     """Raises a `ValueError` if `with_master_weights` is not the last in its optimizer.
 
-    Another transformation then changes its updates: in a chain, one whose state comes
-    after the `MasterWeightsState`; or a wrapper around it that replaces updates.
+    If it is not, another transformation changes its updates: one whose state comes
+    after the `MasterWeightsState` in a chain, or a wrapper around `with_master_weights`
+    that replaces updates.
     """
     if is_master_weights_state(state):
-        return  # It receives the updates of whatever is inside it.
+        return  # `with_master_weights` comes after whatever is inside it.
     if not find_nodes(is_master_weights_state, state):
         return
     children = _children(state)
@@ -112,8 +117,9 @@ def _not_last(fault: str) -> ValueError:
 def _is_chain(state: Any) -> bool:
     """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
 
-    Its children must be states, too, that is, named tuples or chains. A tuple of arrays
-    is no chain: another transformation may hold it for a tuple of parameters.
+    The children of a chain's state must be states, too, that is, named tuples or
+    chains. A tuple of arrays is no chain, because another transformation may hold one
+    for a tuple of parameters.
     """
     if type(state) not in (tuple, OrderedDict):
         return False

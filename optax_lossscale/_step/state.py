@@ -1,8 +1,8 @@
 """The state of an optimizer with loss scaling, and the checks at the start of a step.
 
 Between two steps, a state may pass through a checkpoint, a `vmap` or another
-transformation, and come back changed. A checkpoint may restore a flag as a float, for
-example. Training would then silently go on with wrong numbers. So each step checks
+transformation, and come back changed. For example, a checkpoint may restore a flag as a
+float, and training would silently go on with wrong numbers. So each step checks
 everything that can be checked without reading an array: types, structures, shapes and
 dtypes.
 """
@@ -29,9 +29,9 @@ from optax_lossscale._skips.rule import SkipRule
 class LossScaleState(NamedTuple):
     """The state of `with_loss_scale`.
 
-    Save it in checkpoints as it is. To log it, call `metrics`, and to read the loss
-    scale, `get_loss_scale`: both also find it inside the state of an `optax.chain`, a
-    train state or an `nnx.Optimizer`.
+    Save the state in checkpoints as it is. To log it, call `metrics`, and to read the
+    loss scale, `get_loss_scale`. Both functions also find the state inside the state of
+    an `optax.chain`, a train state or an `nnx.Optimizer`.
 
     Attributes:
       loss_scale: the `LossScale`, with its counters.
@@ -109,8 +109,8 @@ def check_no_stack(scalar: Any) -> None:
 def check_configuration(name: str, in_state: Any, configured: Any) -> None:
     """Raises a `ValueError` if state and transformation configure a field differently.
 
-    The field is a loss scale or a skip rule. Its configuration is static, part of its
-    structure as a pytree, so it is enough to compare structures.
+    The field is a loss scale or a skip rule. The configuration of either is static,
+    that is, part of its structure as a pytree, so it is enough to compare structures.
     """
     if jax.tree.structure(in_state) != jax.tree.structure(configured):
         raise ValueError(
@@ -123,7 +123,7 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
 
 
 def _shown_config(x: Any) -> Any:
-    """Returns what an error shows of a loss scale, a rule, or anything else."""
+    """Returns what an error shows for a loss scale, a rule, or anything else."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
@@ -132,8 +132,8 @@ def check_inner_dtypes(
 ) -> None:
     """Raises a `ValueError` if the inner state has narrower floats than `init` returns.
 
-    That happens if a checkpoint of a 16-bit optimizer is restored. `init` is called on
-    abstract parameters, and only if the state has narrow floats at all.
+    The floats are narrower if the checkpoint of a 16-bit optimizer was restored. `init`
+    is called on abstract parameters, and only if the state has narrow floats at all.
     """
     if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return

@@ -6,8 +6,8 @@
 2. The gradients are divided by the loss scale in the state, the same one that the loss
    was multiplied by.
 3. `decide_step` checks whether the gradients and the loss are finite on all replicas,
-   and then runs the skip rule, if there is one. It returns whether to apply the step,
-   and the state with an adapted loss scale.
+   and then runs the skip rule, if there is one. The results are whether to apply the
+   step, and the state with an adapted loss scale.
 4. `apply_or_skip` runs the inner optimizer on the unscaled gradients, or keeps the
    parameters and the inner state as they were.
 """
@@ -46,7 +46,7 @@ from optax_lossscale._step.update import InnerUpdate
 class ScaledStep:
     """The step of the optimizer that `with_loss_scale` returns.
 
-    An instance is the `update` of that optimizer. A closure would do for this, but
+    An instance is the `update` of that optimizer. A closure would not do, because
     `apply_gradients` also calls the method `step`.
 
     Attributes:
@@ -73,12 +73,13 @@ class ScaledStep:
     def init(self, params: Any) -> LossScaleState:
         """Returns the state before the first step.
 
-        The inner state has float32 or wider numbers even for 16-bit parameters. In
-        float16, small ones such as Adam's second moments would underflow.
+        The inner state has float32 or wider numbers even for 16-bit parameters, because
+        small numbers such as Adam's second moments would underflow in float16.
         """
         inputs.check_arrays("params", params)
         return LossScaleState(
-            # Copies, because the state may be donated, and `init` called again.
+            # The arrays are copied, because the state may be donated, and `init` called
+            # again.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(self._init_inner(params), params),
             should_apply=jnp.array(True),
@@ -120,8 +121,8 @@ class ScaledStep:
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
-            # MaxText and Levanter pass the loss under this name. Without a rule, it is
-            # not read, because it may be something else.
+            # MaxText and Levanter pass the loss under this name. Without a rule, the
+            # argument is not read, because it may be something else.
             value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)
@@ -151,8 +152,8 @@ class ScaledStep:
 def _unaliased(state: Any, params: Any) -> Any:
     """Copies arrays of the state that occur in it twice, or among the parameters.
 
-    JAX refuses to donate the same array twice. After this, the parameters and the state
-    can be donated to a step together.
+    JAX refuses to donate the same array twice. With the copies, the parameters and the
+    state can be donated to a step together.
     """
     seen = {id(param) for param in jax.tree.leaves(params)}
 

@@ -1,8 +1,8 @@
 """Raises an error on the host if training cannot go on.
 
-A compiled step cannot raise an error. If gradients overflow at every loss scale, every
-step is skipped, and training runs on without an effect. The state counts the skipped
-steps, and `raise_if_stuck` reads it between two steps.
+A compiled step cannot raise an error, so if gradients overflow at every loss scale,
+every step is skipped, and training runs on without an effect. But the state counts the
+skipped steps, and between two steps, `raise_if_stuck` reads these counts.
 """
 
 from typing import Any
@@ -28,14 +28,14 @@ _RESTART_RULE = (
     "If large norms are here to stay, restart the rule: "
     "state._replace(skip_rule=tx.init(params).skip_rule). Or use skips.spikes(), which "
     "accepts a new level after max_skips steps, if max_consecutive_skips is at least "
-    "as many"
+    "as large"
 )
 
 
 class LossScaleError(RuntimeError):
     """Training cannot go on: the scale is exhausted, or too many steps were skipped.
 
-    `raise_if_stuck` raises it.
+    `raise_if_stuck` raises this error, with a message that says what to try.
     """
 
 
@@ -53,16 +53,20 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
-      max_consecutive_skips: how many steps in a row may be skipped. It is also a skip
-        rule's budget: each step that the rule skips, in a row or not, takes 1 from it,
-        and every 20 applied steps with a norm other than 0 put 1 back.
+      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
+        skip as many steps, in a row or not, before applied steps make up for them. That
+        is, the rule's `skip_debt` may be at most 20 times this number: each step that
+        the rule skips adds 20 to the debt, and each applied step with a norm other than
+        0 subtracts 1.
 
     Raises:
-      LossScaleError: if the loss scale is `exhausted`; if more than
-        `max_consecutive_skips` steps in a row were skipped; or if a rule exceeded its
-        budget.
-      ValueError: if `get_loss_scale` rejects the state, such as one that holds no loss
-        scale, or several; or if `max_consecutive_skips` is not an int of at least 1.
+      LossScaleError: if the loss scale is `exhausted`.
+      LossScaleError: if more than `max_consecutive_skips` steps in a row were skipped.
+      LossScaleError: if the `skip_debt` of a rule is more than 20 times
+        `max_consecutive_skips`.
+      ValueError: if `get_loss_scale` rejects the state, for example because it holds no
+        loss scale, or several.
+      ValueError: if `max_consecutive_skips` is not an int of at least 1.
       TypeError: if the state is a stack of several models' states, or is traced.
 
     Example:
@@ -109,11 +113,13 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
 
 
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
-    """Explains why too many steps were skipped; returns None if they were not."""
+    """Explains why steps were skipped, or returns None if not too many were."""
     rule = state.skip_rule
-    # Since such a debt was last 0, the rule has skipped over `max_skips` steps, and 1
-    # more for each 20 that were applied. That is over 1 in 20 of all these steps, or if
-    # more than 380 * max_skips were applied, over 1 in 21.
+    # A skipped step adds 20 to the debt, and an applied step whose norm is not 0
+    # subtracts 1. So since the debt was last 0, the rule has skipped more than
+    # `max_skips` steps, and 1 more for every 20 of those applied. Of both kinds of
+    # steps together, more than 1 in 20 were skipped, or more than 1 in 21 if over
+    # 380 * max_skips were applied. (All this is true unless `decide` sets the debt.)
     if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_skips:
         return (
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
@@ -143,7 +149,7 @@ def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> Non
     shape = np.shape(scalar)
     if shape:
         raise TypeError(
-            "raise_if_stuck takes the state of one model, got many, with leaves of "
-            f"shape {shape}. Pass that of one member: jax.tree.map(lambda x: x[0], "
-            "state)"
+            "raise_if_stuck takes the state of one model, got a stack of states, with "
+            f"leaves of shape {shape}. Pass that of one member: "
+            "jax.tree.map(lambda x: x[0], state)"
         )

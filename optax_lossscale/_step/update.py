@@ -1,8 +1,8 @@
 """Runs the inner optimizer's update, the part of a step that can be skipped.
 
 The inner optimizer receives gradients, parameters and state in float32 or wider,
-whatever the dtype of the parameters. Its updates are added in float32 or wider, too,
-and the new parameters are rounded to their own dtype once, at the end::
+whatever the dtype of the parameters. The updates are added in float32 or wider, too,
+and the new parameters are rounded to their own dtype only once, at the end::
 
     updates, inner_state = inner.update(unscaled_grads, inner_state, float32_params)
     params = (float32_params + updates).astype(params.dtype)
@@ -26,7 +26,7 @@ from optax_lossscale._step.missing_gradients import param_for_inner, update_or_z
 def as_transformation(inner: Any) -> optax.GradientTransformation:
     """Checks the argument `inner` of a wrapper, and converts `optax.MultiSteps`.
 
-    Raises a `TypeError` if it has no `init` and `update`.
+    Raises a `TypeError` if `inner` does not have an `init` and an `update`.
     """
     check_transformation("inner", inner)
     if isinstance(inner, optax.MultiSteps):
@@ -53,8 +53,8 @@ class InnerUpdate:
     def apply(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
         """Runs the update; returns new parameters or updates, and the new inner state.
 
-        The new inner state has the dtypes of the old one. For parameters without a
-        gradient, it keeps the old slots, such as Adam's moments.
+        The new inner state has the dtypes of the old one, and keeps the old slots, such
+        as Adam's moments, of parameters without a gradient.
         """
         params = unscaled.params
         missing = unscaled.missing

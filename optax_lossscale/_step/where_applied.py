@@ -2,7 +2,8 @@
 
 Skipping a step protects only the parameters and the optimizer's state. The forward pass
 has run by then, and other values that the training step computed may contain the NaN
-for which it is skipped. Then `where_applied(state, new, old)` returns the old values::
+for which the step is skipped. `where_applied(state, new, old)` then returns the old
+values::
 
     batch_stats = where_applied(state, new_batch_stats, batch_stats)
 """
@@ -28,13 +29,13 @@ from optax_lossscale._step.state import loss_scale_states_in
 def where_applied(state: Any, new: T, old: T) -> T:
     """Returns `new` if the last step was applied, and `old` if it was skipped.
 
-    Use it for every value that a skipped step should not change: for batch statistics,
-    in which a NaN would stay forever, or for an average of the parameters::
+    Skipping a step protects only the parameters and the optimizer's state. Use
+    `where_applied` for every other value that a skipped step should not change, such as
+    batch statistics, in which a NaN would stay forever, or an average of the
+    parameters::
 
         params, state = tx.apply_gradients(scaled_grads, state, params)
         batch_stats = ols.where_applied(state, new_batch_stats, batch_stats)
-
-    Skipping itself protects only the parameters and the optimizer's state.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it, or a
@@ -46,14 +47,16 @@ def where_applied(state: Any, new: T, old: T) -> T:
 
     Returns:
       A tree with the structure and the dtypes of `old`, and the values of `new` or
-      `old`. If it is an `nnx.State`, it has new variables.
+      `old`. An `nnx.State` is returned with new variables.
 
     Raises:
-      ValueError: if the state holds no `LossScaleState`, or several; if the trees
-        differ; or if both trees hold the same `nnx` variables, which the step has
+      ValueError: if the state holds no `LossScaleState`, or several.
+      ValueError: if `new` and `old` differ in structure, or in where they have arrays.
+      ValueError: if `new` and `old` hold the same `nnx` variables, which the step has
         changed in place.
-      TypeError: if arrays differ in shape; or if `old` has integers where `new` has
-        floats or wider integers, or real numbers where `new` has complex ones.
+      TypeError: if an array has another shape in `new` than in `old`.
+      TypeError: if `old` has integers where `new` has floats or wider integers, or real
+        numbers where `new` has complex ones.
 
     Example:
       >>> import jax.numpy as jnp, optax

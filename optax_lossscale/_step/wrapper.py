@@ -72,15 +72,16 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """Takes one optimizer step, from scaled gradients to new parameters.
 
-        It does the same as these two lines, but inside the branch that applies or skips
-        the step::
+        The method does the same as these two lines, but inside the branch that applies
+        or skips the step::
 
             updates, state = tx.update(scaled_grads, state, params, value=loss)
             params = optax.apply_updates(params, updates)
 
-        On CPU, XLA can then fuse all of it, and writes neither the unscaled gradients
-        nor the updates to memory. An `optax.chain` around the wrapper does not have
-        this method: write the two lines there.
+        On CPU, XLA can then fuse both lines with the unscaling, so neither the unscaled
+        gradients nor the updates are written to memory (read from compiled programs).
+        An `optax.chain` around the wrapper does not have this method: write the two
+        lines there.
 
         Args:
           scaled_grads: the gradients of the scaled loss, a tree like `params`. Where a
@@ -88,9 +89,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             inner state stay as they are.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (). It is also passed on to the inner
-            transformation, if that accepts a `value`. If the loss is not finite, the
-            step is skipped, and the loss scale does not change (unless `skip=None`).
+          value: the true loss, shape (). If the loss is not finite, the step is
+            skipped, and the loss scale does not change (unless `skip=None`). The loss
+            is also passed on to the inner transformation, if the latter accepts a
+            `value`.
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -98,14 +100,16 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState` as a step returned it, if a
-            gradient is not an array, if `value` is not a real number of shape (), or if
-            `update` was replaced.
+          TypeError: if `state` is not a `LossScaleState` as a step returned it.
+          TypeError: if a gradient is not an array.
+          TypeError: if `value` is not a real number of shape ().
+          TypeError: if the `update` of this optimizer was replaced.
+          ValueError: if `params` is None.
           ValueError: if the gradients do not have the structure and shapes of the
-            parameters, or are integers where the parameters are floats; if the state
-            has another configuration, is a stack of several states, or holds the inner
-            state of an optimizer of 16-bit parameters; if `params` is None, or if the
-            mask does not fit the gradients.
+            parameters, or are integers where the parameters are floats.
+          ValueError: if the mask does not fit the gradients.
+          ValueError: if the state has another configuration, is a stack of several
+            states, or holds the inner state of an optimizer of 16-bit parameters.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -137,10 +141,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, Any, LossScaleState]:
         """Computes the loss and its gradients, and takes a step, in one call.
 
-        It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
-        `apply_gradients` with the loss as `value`. So if the loss is not finite, the
-        step is skipped (unless `skip=None`). If your step needs the gradients itself,
-        as it does for a `pmean` under `pmap`, call these two instead.
+        The method calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
+        `apply_gradients` with the loss as `value`, so if the loss is not finite, the
+        step is skipped (unless `skip=None`). If your step needs the gradients, for
+        example for a `pmean` under `pmap`, call these two functions instead.
 
         Args:
           loss_fn: is called as `loss_fn(params, *args, **kwargs)`, and returns the
@@ -157,14 +161,17 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The
-          loss is what `loss_fn` returned, unscaled; with `grad_dtype`, what it returned
-          for the cast parameters.
+          loss is unscaled, as `loss_fn` returned it. With `grad_dtype`, `loss_fn`
+          receives the cast parameters.
 
         Raises:
-          TypeError: if `loss_fn` is not a function, or has an argument `has_aux`,
-            `grad_dtype` or `extra_args`, which it would not receive; if `state` is not
-            a `LossScaleState`; or if `extra_args` contains a `value`.
-          TypeError, ValueError: as `value_and_scaled_grad` and `apply_gradients` do.
+          TypeError: if `loss_fn` is not a function.
+          TypeError: if `loss_fn` has an argument `has_aux`, `grad_dtype` or
+            `extra_args`, which it would not receive.
+          TypeError: if `state` is not a `LossScaleState`.
+          TypeError: if `extra_args` contains a `value`.
+          TypeError, ValueError: for what `value_and_scaled_grad` and `apply_gradients`
+            reject.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -240,27 +247,33 @@ def with_loss_scale(
     returns `scale_gradient(loss, state)`. The method `minimize` computes them itself.
 
     `inner` receives unscaled gradients, parameters and state in float32 or wider. Pass
-    it the whole optimizer: `with_loss_scale(optax.chain(clip, optimizer))`. In a chain
-    around the wrapper, a transformation before it would receive scaled gradients; one
-    that sums them, such as `optax.trace`, would keep the NaN of an overflow for good. A
-    transformation after it may move the parameters even at a skipped step, as weight
-    decay and `optax.ema` do.
+    the whole optimizer as `inner`: `with_loss_scale(optax.chain(clip, optimizer))`. In
+    a chain around the wrapper, a transformation before the wrapper would receive scaled
+    gradients, and one that sums these, such as `optax.trace`, would keep the NaN of an
+    overflow for good. A transformation after the wrapper may move the parameters even
+    at a skipped step, as weight decay and `optax.ema` do.
 
-    *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
-    applied. With `"select"`, it runs at every step. It then receives zeros in place of
+    *How a step is skipped.* With `branch="cond"`, a `lax.cond` runs `inner` only if the
+    step is applied. With `"select"`, `inner` runs at every step, and its results or the
+    old values are selected. At a skipped step, `inner` then receives zeros in place of
     NaN and infinities, unless `skip=None` (and except in gradients that `mask`
-    excludes). So use `"cond"` if `inner` has side effects, such as a callback, or if it
-    is expensive, such as an `eigh`.
+    excludes). Use `"cond"` if `inner` should not run at a skipped step, because it has
+    side effects, such as a callback, or is expensive, such as an `eigh`. The default is
+    `"cond"` on CPU, and `"select"` on GPU and TPU, where compiled programs show copies
+    after a conditional (not timed).
 
-    *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one of
-    them are not finite. A skip rule uses their largest norm and their mean loss. If
-    replicas decided independently, a collective inside `inner` would deadlock under
-    `branch="cond"`. The wrapper does not reduce the gradients. Do it before the step:
+    *Replicas.* If replicas decided independently, their parameters would diverge, and a
+    collective inside `inner` would deadlock under `branch="cond"`. So along
+    `axis_name`, all replicas skip a step if the gradients on one of them are not
+    finite, and a skip rule uses the largest of their norms and the mean of their
+    losses. The wrapper does not reduce the gradients themselves. Reduce them before the
+    step:
 
-    - Under `pmap`, and under `shard_map(…, check_vma=False)`, pass it
+    - Under `pmap`, and under `shard_map(…, check_vma=False)`, pass the wrapper
       `pmean(scaled_grads, axis_name)`.
     - Otherwise, under `shard_map`, JAX already sums the gradients of replicated
-      parameters. So differentiate the mean of the loss, `pmean(loss_fn(…), axis_name)`.
+      parameters, so differentiate the mean of the loss,
+      `pmean(loss_fn(…), axis_name)`.
 
     Args:
       inner: any Optax transformation. To accumulate gradients, pass
@@ -274,36 +287,36 @@ def with_loss_scale(
         unscaled nor checked. Exclude leaves that are not gradients but new values of
         their parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
-      branch: how a step is skipped. `"cond"` uses a `lax.cond`. `"select"` computes
-        every result, and selects between new and old values. None chooses `"cond"` on
-        CPU, and `"select"` on GPU and TPU, where compiled programs show copies after a
-        conditional (not timed). Outside `jit`, `"cond"` and None branch in Python.
+      branch: how a step is skipped, `"cond"` or `"select"` (see above), or None for the
+        platform's default. Outside `jit`, `"cond"` and None branch in Python.
       skip: which steps to skip:
 
-        - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not
-          finite, if it is passed to the step as `value`. This does not depend on the
-          loss scale.
+        - `"nonfinite"`: whatever the loss scale, steps whose gradients are not finite,
+          and steps whose loss is passed as `value` and is not finite.
         - A rule from `skips`: the same steps, and finite steps that the rule rejects,
-          such as spikes of the gradient norm. These leave the loss scale as it was. The
-          rule receives the global norm of the unscaled gradients that `mask` keeps, and
-          the loss: `value`, or `loss`, as MaxText and Levanter call it. (`inner` then
-          receives this `loss` as `value`, too; without a rule, only as `loss`.) A step
-          with a norm of 2**64 or more, infinite in float32, is skipped in the same way,
-          but does not count as skipped by the rule.
+          such as spikes of the gradient norm. A step that the rule rejects leaves the
+          loss scale as it was. The rule receives the global norm of the unscaled
+          gradients that `mask` keeps, and the loss, if the step is given one as
+          `value`, or as `loss`, as MaxText and Levanter call it. (`inner` then receives
+          this `loss` as `value`, too. Without a rule, `inner` receives it only as
+          `loss`.) A step with a norm of 2**64 or more, which is infinite in float32, is
+          also skipped without a change of the loss scale, but does not count as skipped
+          by the rule.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
-          loss is ignored, and with a fixed loss scale or none *nothing is checked*: an
-          overflow writes NaN into the parameters.
+          loss is ignored, and with a fixed loss scale or none *nothing is checked*, so
+          an overflow writes NaN into the parameters.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that also has the methods
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
-      TypeError: if `inner` is not a transformation; in `init`, if a parameter is not an
-        array.
-      ValueError: if `loss_scale`, `mask`, `branch` or `skip` is not allowed; in `init`,
-        if a part of `inner` is already wrapped, or if another transformation comes
-        after `with_master_weights`.
+      TypeError: if `inner` is not a transformation.
+      TypeError: in `init`, if a parameter is not an array.
+      ValueError: if `loss_scale`, `mask`, `branch` or `skip` is not allowed.
+      ValueError: in `init`, if a part of `inner` is already wrapped.
+      ValueError: in `init`, if another transformation comes after
+        `with_master_weights`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

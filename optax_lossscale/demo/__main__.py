@@ -100,7 +100,7 @@ def row(name, history):
 
 def draw(name, history, loss_axes, scale_axes):
     """Draws a run's loss, as a running mean over ten steps, and its loss scale."""
-    # The two scaled runs draw over float32's line, so that line is wider.
+    # The two scaled runs draw over the line of float32, which is therefore wider.
     width = 5 if name == "float32" else 1.3
     losses = history["loss"]
     window = min(10, len(losses))

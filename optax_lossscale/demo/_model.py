@@ -88,8 +88,8 @@ def dense(weights, x):
 def attention(weights, x):
     """Applies causal multi-head attention, with the softmax in float32.
 
-    It is written out because `jax.nn.dot_product_attention` in float16 does not compile
-    for a CPU.
+    This is written out, because `jax.nn.dot_product_attention` in float16 does not
+    compile for a CPU.
     """
     batch, length, width = x.shape
     qkv = x @ weights["qkv"]
