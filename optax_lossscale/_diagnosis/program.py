@@ -45,7 +45,7 @@ _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
 _ADDED_SCOPES = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
 """The scopes that JAX and `autocast` add.
 
-One with an arrow is the formula of an `einsum`.
+A scope with an arrow is the formula of an `einsum`.
 """
 
 
