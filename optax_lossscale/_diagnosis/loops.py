@@ -15,7 +15,7 @@ devices: those whose loop goes on, or that take the branch. If a loop halves `x`
     returns    [2.5, 2.5, 4.5]
     new carry  [0.8, 2.5, 4.5]    the results of active examples only
 
-Without the copies, the body would run on the 0.8 as well. In another loop, that might
+Without the copies, the body would run on the 0.8 as well. In another loop, this might
 overflow, and a note would report an overflow that the program never has.
 """
 

@@ -114,8 +114,9 @@ class Diagnosis(Findings):
         `initial_scale.largest`. It is the result that overflows first, or the earlier
         one in which its numbers grew most, if they grew by a factor of 1024 or more. It
         is None if nothing overflows.
-      undetermined: the parameters whose gradients were not judged. Float32 does not
-        determine them, or finds that they are 0, as the difference of two equal things.
+      undetermined: the parameters whose gradients were not judged, because float32 does
+        not determine them, or because they are 0 in float32 as the difference of two
+        equal things.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale. Only gradients that

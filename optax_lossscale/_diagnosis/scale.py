@@ -49,7 +49,7 @@ The value is a heuristic.
 """
 
 _SMALLEST = 2.0**-149
-"""The smallest positive number of float32, in place of a size of 0, to divide by it."""
+"""The smallest positive number of float32, which replaces 0 in a divisor."""
 
 _REACH = 2.0**-40
 """The smallest positive float16, 2**-24, relative to the largest, which is about 2**16.
@@ -236,8 +236,8 @@ def _flat_sizes(x: ArrayLike) -> np.ndarray:
 def _is_zero_or_subnormal(value: Value) -> np.ndarray:
     """Marks the numbers of a gradient that are zero, or subnormal if it is in float16.
 
-    The dtype is that of the note: float16 if the gradient was computed in float16 and
-    then widened, as for a float32 parameter that the model casts.
+    The dtype is read from the note, which says float16 if the gradient was computed in
+    float16 and then widened, as for a float32 parameter that the model casts.
     """
     sizes = _flat_sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:

@@ -91,7 +91,7 @@ class Shadow(NamedTuple):
     Attributes:
       remaining: the program without the pieces that have run.
       env: the values that the remaining pieces may read.
-      runner: runs the remaining pieces; it holds the notes of those that have run.
+      runner: runs the remaining pieces, and holds the notes of those that have run.
     """
 
     remaining: Program
@@ -137,8 +137,8 @@ class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
     The programs in a loop or `shard_map` run on a copy of the runner with other
-    `rounds` or `devices`. Its other fields are those of the original, so all notes are
-    in one list, in the order of execution.
+    `rounds` or `devices`. The copy shares its other fields with the original, so all
+    notes are in one list, in the order of execution.
 
     Attributes:
       widths: the dtypes of each pair.
