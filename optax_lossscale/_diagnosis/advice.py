@@ -408,7 +408,7 @@ def _without_a_scale(report: Findings, scale: str) -> str:
     if not report.is_finite_without:
         return f"{without} gradients are not finite."
     if report.underflow:
-        # The groups are sorted: that of all gradients, if listed, then the worst.
+        # The groups are sorted: the group of all gradients, if listed, then the worst.
         name, group = next(iter(report.underflow.items()))
         of_group = "" if name == ALL else f" ({name})"
         return (

@@ -50,13 +50,14 @@ def diagnose(
     its batch. Other parameters and batches may behave differently.
 
     `diagnose` runs the gradient of the loss function, and computes every value twice:
-    as the program does, and in float32. It does so at a loss scale of 1 and, where
-    gradients are in float16, at the scale that fits. The report says whether the loss,
-    the gradients and the values inside the model are right. Where they are wrong, it
-    names the line and the layer, and says what to do. It also says which loss scale
-    fits, and how many gradients are lost to underflow. A loss function that computes in
-    float32 is diagnosed as `autocast` runs it. If `autocast` has reasons to leave all of
-    its products in float32, the advice names them.
+    as the program does, and in float32. The first run has a loss scale of 1, and where
+    gradients are in float16, another run has the scale that fits. The report says
+    whether the loss, the gradients and the values inside the model are right. Where
+    they are wrong, it names the line and the layer, and says what to do. It also says
+    which loss scale fits, and how many gradients are lost to underflow.
+
+    A loss function that computes in float32 is diagnosed as `autocast` runs it. If
+    `autocast` has reasons to narrow none of its products, the advice names them.
 
     The values in float32 follow the choices of the program, such as indices and
     branches. If float32 would choose differently, or if anything is off, the gradient

@@ -27,9 +27,9 @@ from optax_lossscale._programs.values import is_narrow_dtype
 _JUMP = 3.0
 """The least factor by which the error grows in an equation that is at fault.
 
-A heuristic, but above 2: a product is off by about the sum of its operands' errors, so
-by up to twice as much as the worse one, without doing anything wrong. Values from 2 to
-5 give the same reports in the tests in the repository.
+A heuristic, above 2 because a product is off by about the sum of its operands' errors,
+so by up to twice as much as the worse operand, without doing anything wrong. Values
+from 2 to 5 give the same reports in the tests in the repository.
 """
 
 _ROUNDING = 2.0**-8

@@ -88,7 +88,7 @@ class Pair(NamedTuple):
     def as_operand(self) -> "Pair":
         """The pair as later equations read it, with one choice for both arrays.
 
-        A choice of the program, such as an index, replaces that of the reference.
+        A choice of the program, such as an index, replaces the reference's choice.
         """
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 

@@ -158,7 +158,7 @@ class _Runner:
     progress: _Progress = dataclasses.field(default_factory=_Progress)
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
-        """Runs a program on the values of its arguments; returns those of its results."""
+        """Runs a program on the values of its arguments; returns its results' values."""
         env = self.constants_of(program)
         env.update(zip(program.invars, values, strict=True))
         env = self.run_pieces(program.pieces, env)
@@ -238,7 +238,7 @@ class _Runner:
     def _note(
         self, instruction: Instruction, position: int, pair: Pair, reads: list[Note]
     ) -> Note | None:
-        """Returns the note of a result: a new one, or that of the operand it came from.
+        """Returns the note of a result: a new note, or the note of its operand.
 
         A new note is appended to `notes`.
         """

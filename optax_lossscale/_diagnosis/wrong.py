@@ -54,7 +54,7 @@ The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**
 """
 
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
-"""How a result is off that is 0 in float32 as the difference of two equal things."""
+"""Why the difference of two equal things, which is 0 in float32, is off in 16 bits."""
 
 _FAR_LESS = 3
 """How many times smaller the error of float32 has to be than that of 16 bits.
