@@ -57,7 +57,7 @@ def diagnose(
     which loss scale fits, and how many gradients are lost to underflow.
 
     A loss function that computes in float32 is diagnosed as `autocast` runs it. If
-    `autocast` has reasons to narrow none of its products, the advice names them.
+    `autocast` has reasons to leave every product as it is, the advice names them.
 
     The values in float32 follow the choices of the program, such as indices and
     branches. If float32 would choose differently, or if anything is off, the gradient

@@ -3,8 +3,9 @@
 `equations(program)` returns the equations of a program and of the loops, branches and
 calls in it. `keeps_numbers(eqn)` is true for a transpose, which only moves numbers, and
 for a cast from float16 to float32, which is exact. It is false for `x * 2`, and for a
-cast to float16, which rounds. If an equation keeps the numbers of its operand, and drops
-none, its result is as far off as the operand, so `diagnose` need not compare it again.
+cast to float16, which rounds. If an equation keeps the numbers of its operand, and
+drops none, its result is as far off as the operand, so `diagnose` need not compare it
+again.
 """
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
