@@ -1,7 +1,7 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` collects `Findings` from its runs, and `advice.py` derives the verdict and the
-advice from them. Together, these are the `Diagnosis`. Printing it prints the page:
+`diagnose` collects `Findings` from its runs, and from these, `advice.py` derives the
+verdict and the advice. Together, they are the `Diagnosis`. Printing it prints the page:
 sentences about the dtypes, the verdict and the loss scale, tables of what is wrong and
 of what underflows, and the advice. A shortened example:
 

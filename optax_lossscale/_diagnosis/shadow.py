@@ -158,7 +158,7 @@ class _Runner:
     progress: _Progress = dataclasses.field(default_factory=_Progress)
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
-        """Runs a program on values of its arguments; returns the values of its results."""
+        """Runs a program, given the values of its arguments; returns its results."""
         env = self.constants_of(program)
         env.update(zip(program.invars, values, strict=True))
         env = self.run_pieces(program.pieces, env)
