@@ -84,6 +84,9 @@ def _table(history: Any) -> np.ndarray:
     The table has shape (steps, 2).
     """
     columns = itemgetter("loss_scale", "should_apply")
+    allowed = (
+        "a sequence of what metrics returned after each step, or one dict of them all"
+    )
     history = jax.device_get(history)
     try:
         if isinstance(history, Mapping):
@@ -91,13 +94,9 @@ def _table(history: Any) -> np.ndarray:
         else:
             table = np.array([columns(step) for step in history])
     except (KeyError, TypeError, IndexError, ValueError):
-        table = np.zeros(0)  # refused below, as is a table without steps
+        messages.refuse("history", history, allowed)
     if table.ndim != 2 or not table.size:
-        messages.refuse(
-            "history",
-            history,
-            "a sequence of what metrics returned after each step, or one dict of them all",
-        )
+        messages.refuse("history", history, allowed)
     return table
 
 

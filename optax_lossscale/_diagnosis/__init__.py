@@ -11,20 +11,22 @@ float16, where `a` is 0.1 and `b` is 0.0999, the notes say
     a - b        off by 39.0%    from a and b
     1 / (a - b)  off by 63.8%    from a - b
 
-The path from the wrong quotient back to its operands leads to the difference. There the
-error arises, so the difference is *at fault*. Notes also hold magnitudes, and those of
-the backward pass give the loss scale that fits.
+Followed back from the wrong quotient to its operands, the notes lead to the difference.
+This is where the error arises, so the difference is *at fault*. Notes also hold
+magnitudes, and those of the backward pass show which loss scale fits.
 
 Float32 has rounding errors, too. So if a result is off, or if float32 would choose
 another index or branch, the program also runs in float32 beside float64. Float32
-*determines* a result if these two agree on it, or if they are far less apart than 16
-bits and float32 are. A result that float32 does not determine is not judged. The same
-run also shows what choices change, because in it, the program makes those of float32.
+*determines* a result if float32 and float64 agree on it, or if they are far less apart
+than 16 bits and float32 are. A result that float32 does not determine is not judged,
+because 16 bits may not be to blame for its error. In this second run, the program makes
+the choices of float32, so the run also shows what choices change.
 
-A result that only moves the numbers of its operand, as a transpose does, shares the
-operand's note. A slice gets a note of its own, because it may lack the largest numbers.
-So do the rows into which a loop slices an array, and the arrays that it stacks, but the
-table of a report leaves these out.
+An equation that only moves the numbers of its operand, such as a transpose, makes no
+note: its result shares the note of the operand. A slice is an exception, because it may
+lack the largest numbers of its operand. The rows into which a loop slices an array, and
+the arrays that a loop stacks, have notes of their own as well, but the table of a
+report leaves these notes out.
 
 These words are used in all files:
 
@@ -35,8 +37,8 @@ These words are used in all files:
   size of the reference. A number is *bad* if it is not finite although its reference
   is, and *lost* if it is 0 although its reference is not.
 - The *seed* of the backward pass is the cotangent of the loss, which is the loss scale.
-  A value *belongs to the backward pass* if it depends on the seed. If that pass is
-  linear, its floats are proportional to the scale.
+  A value *belongs to the backward pass* if it depends on the seed. If the backward pass
+  is linear, its floats are proportional to the loss scale.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
   or the condition of a loop. The reference *follows* the choices of the value that it
   is compared with: it reads the same rows, and takes the same branch.

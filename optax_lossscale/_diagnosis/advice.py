@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS, Note
-from optax_lossscale._diagnosis.page import Diagnosis
+from optax_lossscale._diagnosis.page import Findings
 from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import lines_of, percent
 from optax_lossscale._diagnosis.wrong import Wrong
@@ -36,21 +36,26 @@ _DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
 _ROOM_TO_FALL = 16
 """How many bits below an initial scale the advised `min_scale` is.
 
-Chosen: about as many as the 15 from the default initial scale to its floor of 1.
+A heuristic: the default scale can fall about as far, by 15 bits from its initial value
+to its floor of 1.
 """
+
+_NOTHING_NARROW = "Nothing is computed in 16 bits, nor would autocast change that."
 
 _Remarks = Iterator[tuple[str, str]]
 """Pairs of a sentence that can be the verdict and a remedy."""
 
 
 def verdict_and_advice(
-    report: Diagnosis, widened: Sequence[Operation]
+    report: Findings, widened: Sequence[Operation], why_wide: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Writes the verdict, and the list of remedies.
 
     Args:
       report: what the runs show.
       widened: the products of the forward pass that have a widened operand.
+      why_wide: the reasons why `autocast` narrows no product; empty if it has none, or
+        if something is computed in 16 bits.
     """
     remarks = [
         *_about_what_is_wrong(report),
@@ -59,6 +64,7 @@ def verdict_and_advice(
         *_about_gradients(report),
         *_about_scale(report),
         *_about_loss_dtype(report),
+        *_about_autocast(why_wide),
     ]
     if not remarks:
         return _verdict_if_fine(report), ["Nothing."]
@@ -66,10 +72,10 @@ def verdict_and_advice(
     return sentences[0], list(dict.fromkeys(remedies))
 
 
-def _verdict_if_fine(report: Diagnosis) -> str:
+def _verdict_if_fine(report: Findings) -> str:
     """Writes the verdict on a model about which there is nothing to remark."""
     if not report.computes_in:
-        return "Nothing is computed in 16 bits, nor would autocast change that."
+        return _NOTHING_NARROW
     many = len(report.computes_in) > 1
     are_fine = f"{_dtypes(report)} {'are' if many else 'is'} fine"
     if report.loss_scale is None:
@@ -77,17 +83,17 @@ def _verdict_if_fine(report: Diagnosis) -> str:
     return f"{are_fine}, and so is a loss scale of {scale_name(report.loss_scale)}."
 
 
-# --- what is wrong ---
+# --- What is wrong ---
 
 
-def _about_what_is_wrong(report: Diagnosis) -> _Remarks:
+def _about_what_is_wrong(report: Findings) -> _Remarks:
     """Yields a remark on each result that is wrong."""
     for wrong in report.wrong:
         verdict = f"{_what_is_wrong(report, wrong)}: {wrong.because}."
         yield verdict, _remedy(wrong)
 
 
-def _what_is_wrong(report: Diagnosis, wrong: Wrong) -> str:
+def _what_is_wrong(report: Findings, wrong: Wrong) -> str:
     """Writes the half of the verdict that says what is wrong; the cause follows it."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
@@ -100,16 +106,19 @@ def _what_is_wrong(report: Diagnosis, wrong: Wrong) -> str:
     return _wrong_gradient(report, wrong)
 
 
-def _wrong_loss(report: Diagnosis) -> str:
-    """Compares a wrong loss with float32's, if that is finite."""
+def _wrong_loss(report: Findings) -> str:
+    """Writes what the loss is, and what it is in float32, if it is finite there."""
     loss = f"The loss is {report.loss:.4g} at any loss scale"
     if not math.isfinite(report.loss_in_float32):  # such as after a kernel
         return loss
     return f"{loss}; in float32 it is {report.loss_in_float32:.4g}"
 
 
-def _wrong_value_inside(report: Diagnosis) -> str:
-    """Adds that the results agree, unless float32's own choices change them."""
+def _wrong_value_inside(report: Findings) -> str:
+    """Says that values inside are wrong, although the loss and gradients agree.
+
+    The second half is left out if float32's own choices change the loss or a gradient.
+    """
     inside = f"{_dtypes_give(report)} wrong values inside"
     if report.off_by_choices:
         return inside
@@ -118,7 +127,7 @@ def _wrong_value_inside(report: Diagnosis) -> str:
     )
 
 
-def _wrong_gradient(report: Diagnosis, wrong: Wrong) -> str:
+def _wrong_gradient(report: Findings, wrong: Wrong) -> str:
     """Says how far a gradient is off, or how much the loss scale changes it."""
     if report.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
@@ -133,12 +142,12 @@ def _wrong_gradient(report: Diagnosis, wrong: Wrong) -> str:
     )
 
 
-def _dtypes(report: Diagnosis) -> str:
+def _dtypes(report: Findings) -> str:
     """Names the dtypes of 16 bits or fewer, as in `bfloat16 and float16`."""
     return " and ".join(map(str, report.computes_in))
 
 
-def _dtypes_give(report: Diagnosis) -> str:
+def _dtypes_give(report: Findings) -> str:
     """Begins a sentence, as in `float16 gives` or `bfloat16 and float16 give`."""
     give = "give" if len(report.computes_in) > 1 else "gives"
     return f"{_dtypes(report)} {give}"
@@ -243,11 +252,11 @@ def _keep_products(products: Sequence[Note], between: str) -> str:
     return f"{keep} Keep in float32, too, what is computed from them at {between}."
 
 
-# --- what is right, but maybe not what the user intended ---
+# --- What is right, but maybe not what the user intended ---
 
 
-def _about_choices(report: Diagnosis) -> _Remarks:
-    """Yields a remark if float32 would choose otherwise, and that changes a result."""
+def _about_choices(report: Findings) -> _Remarks:
+    """Yields a remark if other choices of float32 change a result."""
     off = report.off_by_choices
     if not off or not report.choices:
         return
@@ -263,19 +272,19 @@ def _about_choices(report: Diagnosis) -> _Remarks:
     )
 
 
-def _about_products(report: Diagnosis, widened: Sequence[Operation]) -> _Remarks:
+def _about_products(report: Findings, widened: Sequence[Operation]) -> _Remarks:
     """Yields a remark if most multiplications are wide because one operand was widened.
 
-    That is usually an accident: one float32 array, such as an input, makes everything
-    after it float32. A product whose operands are both widened is meant to be wide. It
-    is only named together with others that are not.
+    Such a product is usually an accident: one float32 array, such as an input, makes
+    everything after it float32. But a product whose operands are both widened is meant
+    to be wide, so it is only named together with others that are not.
     """
     # This also holds if `widened` is empty.
     are_intended = all(HALVES.issuperset(product.before) for product in widened)
     if report.wrong or are_intended:
         return
-    # Backward products have the dtypes of the forward ones, so they count as well. A
-    # product that is wide by choice does not.
+    # Backward products have the dtypes of the forward ones, so they count as well.
+    # Products that are wide by choice do not count.
     dtypes = list(dict.fromkeys(product.dtype for product in widened))
     total = sum(report.dtypes.multiplications.values())
     n_wide = sum(
@@ -295,11 +304,11 @@ def _about_products(report: Diagnosis, widened: Sequence[Operation]) -> _Remarks
         )
 
 
-def _about_gradients(report: Diagnosis) -> _Remarks:
+def _about_gradients(report: Findings) -> _Remarks:
     """Yields a remark if the comparison with float32 is no evidence that all is well.
 
-    That is so if the loss or all gradients are nothing but rounding, if all gradients
-    are 0, or if float32 does not determine most of them.
+    The comparison is no evidence if the loss or all gradients are nothing but rounding
+    error, if all gradients are 0, or if float32 does not determine most gradients.
     """
     if report.wrong or not report.computes_in:
         return
@@ -332,20 +341,30 @@ def _about_gradients(report: Diagnosis) -> _Remarks:
         )
 
 
-def _about_loss_dtype(report: Diagnosis) -> _Remarks:
+def _about_loss_dtype(report: Findings) -> _Remarks:
     """Yields a remark on a loss in float16, whose largest number bounds the loss scale."""
     if report.loss_dtype == np.float16 and not report.wrong:
         yield (
             "float16 is fine except for the loss: the loss scale is its gradient, and "
-            "float16 holds none above 2**15.",
+            "float16 holds no power of two above 2**15.",
             "Compute the loss in float32: cast what it averages or sums.",
         )
 
 
-# --- the loss scale ---
+def _about_autocast(why_wide: Sequence[str]) -> _Remarks:
+    """Yields a remark if `autocast` finds products, but has reasons to narrow none."""
+    if why_wide:
+        yield (
+            _NOTHING_NARROW,
+            "Change what makes autocast leave every matrix product as it is: "
+            f"{'; '.join(why_wide)}.",
+        )
 
 
-def _about_scale(report: Diagnosis) -> _Remarks:
+# --- The loss scale ---
+
+
+def _about_scale(report: Findings) -> _Remarks:
     """Yields remarks on the loss scale: whether one is needed, and which one fits."""
     fits = report.scale_that_fits
     # If even a scale of 1 is too large, the cause is what is wrong, not the scale.
@@ -378,7 +397,7 @@ def _about_scale(report: Diagnosis) -> _Remarks:
         )
 
 
-def _without_a_scale(report: Diagnosis, scale: str) -> str:
+def _without_a_scale(report: Findings, scale: str) -> str:
     """Says what goes wrong without a loss scale.
 
     Args:
@@ -389,7 +408,7 @@ def _without_a_scale(report: Diagnosis, scale: str) -> str:
     if not report.is_finite_without:
         return f"{without} gradients are not finite."
     if report.underflow:
-        # The groups are sorted: that of all gradients, if listed, then the worst.
+        # The groups are sorted: the group of all gradients, if listed, then the worst.
         name, group = next(iter(report.underflow.items()))
         of_group = "" if name == ALL else f" ({name})"
         return (
@@ -401,7 +420,7 @@ def _without_a_scale(report: Diagnosis, scale: str) -> str:
     return f"{without} the gradient of {worst} is off by {off[worst]:.1%}."
 
 
-def _wrap(report: Diagnosis, fits: InitialScale, bits: int) -> str:
+def _wrap(report: Findings, fits: InitialScale, bits: int) -> str:
     """Advises to wrap the optimizer, and names a scale unless the default one fits.
 
     Args:

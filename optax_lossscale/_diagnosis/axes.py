@@ -1,8 +1,8 @@
 """The style that `Diagnosis.plot` and the functions of `ols.plot` share.
 
-Importing this file imports matplotlib, which is optional. So `Diagnosis.plot` imports
-it only when it is called. Without matplotlib, the import raises an `ImportError` that
-says how to install it.
+Importing this file imports matplotlib, which is optional, so `Diagnosis.plot` imports
+this file only when it is called. Without matplotlib, the import raises an `ImportError`
+that says how to install it.
 """
 
 from optax_lossscale._arrays import messages

@@ -3,10 +3,10 @@
 `fault.py` finds the equation whose result is off although its operands are not. This
 file classifies what that equation does, as a member of `How`, because the remedy
 depends on it. For example, a difference *cancels* if it is far smaller than its
-operands. Mostly their rounding remains, so they have to be computed in float32. A cast
-to float16 whose result is infinite *overflows*, so it needs float32 or a smaller
-operand. If the equation only moved or chose numbers, the earlier equation that computed
-them is named instead.
+operands. What remains is mostly their rounding errors, so the operands have to be
+computed in float32. A cast to float16 whose result is infinite *overflows*, so it needs
+float32 or a smaller operand. If the equation only moved or chose numbers, the earlier
+equation that computed the numbers is named instead.
 
 All of this is read from the *notes* of the result and of its operands, which record how
 far each is off and how large it is (see `notes.py`).
@@ -34,8 +34,8 @@ _SMALL = 0.2
 """Below this fraction, a sum or a term counts as small.
 
 A sum cancels if it is smaller than this fraction of `size_of_sum`. A term that is
-smaller than this fraction of the largest term hardly contributes. The value is chosen:
-those from 0.1 to 0.4 give the same reports in the quick tests.
+smaller than this fraction of the largest term hardly contributes. The value is a
+heuristic: values from 0.1 to 0.4 give the same reports in the tests in the repository.
 """
 
 
@@ -48,8 +48,8 @@ class How(enum.StrEnum):
       OVERFLOWS: its result, or a partial sum of it, is above the range of its dtype.
       VANISHES: its result is 0, or below the normal numbers of its dtype.
       SATURATES: it rounds its result to a limit of its function, as a sigmoid to 1.
-      CANCELS: it is a sum that is small beside its terms, so mostly their rounding
-        remains.
+      CANCELS: it is a sum that is small beside its terms, so what remains is mostly the
+        rounding errors of the terms.
       STAGNATES: it sums so many terms in 16 bits that further ones are lost beside the
         sum.
       ROUNDS: it rounds its result to 16 bits, which are too few for it.
@@ -97,14 +97,15 @@ class Cause(NamedTuple):
 def cause_of(note: Note) -> Cause:
     """Finds why a result is off from float32's.
 
-    The cause is the place to mend, which may be an earlier equation than the one at
+    The cause is the place to fix, which may be an earlier equation than the one at
     fault:
 
     - If the equation at fault only moved or chose numbers, the cause is the equation
       that computed them.
     - If its result is not finite because operands are lost, that is, became 0, the
-      cause is the equation in which they did. If float16 rounds `exp(x)` to 0, then
-      `1 / exp(x)` in float32 is infinite because of the exponential, not the division.
+      cause is the equation in which they became 0. If float16 rounds `exp(x)` to 0,
+      then `1 / exp(x)` in float32 is infinite because of the exponential, not the
+      division.
     - If an earlier equation rounded numbers to the limit of its function, and later
       equations only passed them on, that equation is the cause.
     """
@@ -149,10 +150,10 @@ def _cause_if_sensitive(how: How, note: Note) -> Cause:
 
 
 def cause_in_float32(note: Note) -> Cause:
-    """Finds why a result is not finite in float32: the first equation where that is so.
+    """Finds the first equation whose result is not finite in float32, and the reason.
 
-    If this equation is a kernel, its result may be finite in float32 after all. Its
-    reference does not tell, as the kernel computes that in 16 bits as well.
+    If this equation is a kernel, its result may be finite in float32 after all: the
+    reference does not tell, because the kernel computes it in 16 bits as well.
     """
     first = path_from(note, _operand_not_finite)[-1]
     if first.stays_narrow:
@@ -187,8 +188,9 @@ def _first_not_finite(note: Note) -> Note | None:
 def _is_masked(note: Note) -> bool:
     """Whether the infinities that led to a NaN come from a mask, not from the model.
 
-    They do if they go back to an argument, a constant or an operation that fills in
-    numbers, such as `where`, with no product between. Masks are applied after products.
+    The infinities come from a mask if they go back to an argument, a constant or an
+    operation that fills in numbers, such as `where`, with no product between, because
+    masks are applied after products.
     """
     path = path_from(note, _first_not_finite)
     if any(step.is_any(Trait.PRODUCT) for step in path):
@@ -197,7 +199,7 @@ def _is_masked(note: Note) -> bool:
     return not first.reads or first.is_any(Trait.FILLS)
 
 
-# --- what the equation at fault does ---
+# --- What the equation at fault does ---
 
 
 def _how_not_finite(note: Note) -> How:
@@ -256,13 +258,13 @@ def _saturates(note: Note) -> bool:
     return may_saturate and (note.lost > 0 or note.at_limit)
 
 
-# --- the earlier equations ---
+# --- The earlier equations ---
 
 
 def _operands_at_limit(note: Note) -> Sequence[Note]:
     """Returns the operands whose 1 or -1 may have been passed on to a result.
 
-    A sum or a product is not followed: it computes its 1 or -1 anew.
+    A sum or a product has no such operands, because it computes its 1 or -1 anew.
     """
     if note.is_any(SUMS | Trait.PRODUCT):
         return ()
@@ -272,8 +274,8 @@ def _operands_at_limit(note: Note) -> Sequence[Note]:
 def _where_computed(note: Note) -> Note:
     """Goes back from moved or chosen numbers to the equation that computed them.
 
-    It follows the worst operand. A cast to 16 bits or fewer rounds, and so counts as
-    computing its result.
+    The search follows the worst operand. It ends at a cast to 16 bits or fewer, which
+    rounds numbers, and so counts as computing them.
     """
     while note.is_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         operand = worst_operand(note)
@@ -288,7 +290,8 @@ def _where_computed(note: Note) -> Note:
 def _where_lost(note: Note) -> Note:
     """Goes back from numbers that are lost to the equation in which they became 0.
 
-    It follows the first operand of which at least half as large a share is lost.
+    The search follows the first operand of which at least half as large a share is
+    lost.
     """
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]

@@ -7,8 +7,8 @@ float32 reference has to look up the same row, or the two could not be compared.
 takes two runs to see what choices change:
 
 - In the run of the program as it is, the float32 reference follows the program's
-  choices. The note of a choice records the share of it that float32 would choose
-  otherwise.
+  choices. The note of a choice records for how much of it float32 would choose
+  differently.
 - In the run in float32, the program makes the choices of float32.
 
 If a result agrees with its reference in the first run, but not with the second run, it

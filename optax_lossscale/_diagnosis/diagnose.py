@@ -2,11 +2,10 @@
 
 The gradient is traced (in `gradient.py`) and run beside float32 (`run.py`). From these
 runs, this file fills in the report: what is off and why (`wrong.py`, `choices.py`),
-which loss scale fits (`scale.py`), and what to do (`advice.py`). For the package's
-words, such as *note* and *reference*, see its docstring.
+which loss scale fits (`scale.py`), and what to do (`advice.py`). The docstring of the
+package explains its words, such as *note* and *reference*.
 """
 
-import dataclasses
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -16,13 +15,15 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.placement import in_mesh_of
+from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._diagnosis.advice import verdict_and_advice
 from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.page import Diagnosis
+from optax_lossscale._diagnosis.page import Diagnosis, Findings
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
@@ -49,16 +50,18 @@ def diagnose(
     its batch. Other parameters and batches may behave differently.
 
     `diagnose` runs the gradient of the loss function, and computes every value twice:
-    as the program does, and in float32. It does so at a loss scale of 1 and, where
-    gradients are in float16, at the scale that fits. The report says whether the loss,
-    the gradients and the values inside the model are right. Where they are wrong, it
-    names the line and the layer, and says what to do. It also says which loss scale
-    fits, and how many gradients are lost to underflow. A loss function that computes in
-    float32 is diagnosed as `autocast` runs it.
+    as the program does, and in float32. The first run has a loss scale of 1, and where
+    gradients are in float16, another run has the scale that fits. The report says
+    whether the loss, the gradients and the values inside the model are right. Where
+    they are wrong, it names the line and the layer, and says what to do. It also says
+    which loss scale fits, and how many gradients are lost to underflow.
+
+    A loss function that computes in float32 is diagnosed as `autocast` runs it. If
+    `autocast` has reasons to leave every product as it is, the advice names them.
 
     The values in float32 follow the choices of the program, such as indices and
-    branches. If float32 would choose otherwise, or if anything is off, the gradient is
-    also run in float32 with its own choices, and compared with float64.
+    branches. If float32 would choose differently, or if anything is off, the gradient
+    is also run in float32 with its own choices, and compared with float64.
 
     An error that was made before or during tracing is not found. If bfloat16 has
     rounded a constant 0.999 to 1 in the traced program, it is 1 in float32 as well.
@@ -86,12 +89,15 @@ def diagnose(
       other fields.
 
     Raises:
-      TypeError: if `loss_fn` is not a function, does not return a real floating-point
-        scalar, makes a `jax.Ref`, or has a keyword argument named `has_aux` or
-        `opt_state`; or if an argument is a traced array, as inside `jit`, or a
+      TypeError: if `loss_fn` is not a function, or has a keyword argument named
+        `has_aux` or `opt_state`.
+      TypeError: if `loss_fn` does not return a real floating-point scalar, or makes a
+        `jax.Ref`.
+      TypeError: if an argument is a traced array, as inside `jit`, or a
         `jax.ShapeDtypeStruct`.
-      ValueError: if `opt_state` holds more than one loss scale, or if `get_loss_scale`
-        refuses what is wrapped around `with_loss_scale`.
+      ValueError: if `opt_state` holds more than one loss scale.
+      ValueError: if a wrapper that `get_loss_scale` refuses, such as
+        `optax.MultiSteps`, is around `with_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,24 +128,31 @@ def diagnose(
         is_autocast = not gradient.narrow_dtypes
         if is_autocast:
             gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
-        return _report(gradient, runs_of(gradient), is_autocast, opt_state)
+        findings = _findings(gradient, runs_of(gradient), is_autocast, opt_state)
+        products = report_of(gradient.forward).products
+        widened = [product for product in products if product.is_widened]
+        why_wide = ()
+        if not gradient.narrow_dtypes:
+            why_wide = _why_wide(loss_fn, (params, *args), kwargs)
+    verdict, advice = verdict_and_advice(findings, widened, why_wide)
+    return Diagnosis(**vars(findings), verdict=verdict, advice=advice)
 
 
-def _report(
+def _why_wide(
+    loss_fn: Callable[..., Any], args: tuple, kwargs: dict
+) -> tuple[str, ...]:
+    """Returns the reasons why `autocast` narrows no product of a loss function.
+
+    Outside of `diagnose`, a warning of `autocast` gives them.
+    """
+    with as_program(loss_fn, args, kwargs, low=np.dtype(np.float16)) as call:
+        return why_none_is_narrowed(call.program)
+
+
+def _findings(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
-) -> Diagnosis:
-    """Writes the report on a gradient and its runs."""
-    report = _report_without_advice(gradient, runs, is_autocast, opt_state)
-    products = report_of(gradient.forward).products
-    widened = [product for product in products if product.is_widened]
-    verdict, advice = verdict_and_advice(report, widened)
-    return dataclasses.replace(report, verdict=verdict, advice=advice)
-
-
-def _report_without_advice(
-    gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
-) -> Diagnosis:
-    """Collects what the runs show, in a report whose verdict and advice are empty."""
+) -> Findings:
+    """Collects what the runs of a gradient show."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
@@ -149,9 +162,10 @@ def _report_without_advice(
     underflow = {}
     if runs.fit.scale is not None and np.float16 in dtypes:
         underflow = underflow_by_group(runs.at_1.grads, run.grads, right)
-    # If a result is wrong already, it is not known how much of that is due to choices.
+    # If a result is wrong already, the share that is due to choices cannot be told
+    # apart.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
-    return Diagnosis(
+    return Findings(
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
@@ -173,8 +187,6 @@ def _report_without_advice(
         underflow=underflow,
         not_compared=runs.not_compared,
         table=table_of(run.notes),
-        verdict="",
-        advice=[],
     )
 
 

@@ -160,7 +160,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     shapes are enough. To include the backward pass, give it the whole training step.
     Every branch of a `cond` counts as run, and the body of a `while` as run once. Outer
     products, which sum nothing, do not count as products. Neither do inner products,
-    whose results are single numbers.
+    alone or in a batch, which multiply each number only once.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
@@ -308,7 +308,7 @@ def _times_run(eqn: JaxprEqn) -> int:
 def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
     """Merges operations of one kind, which differ only in how much they compute.
 
-    Their counts and multiplications are added up. Of their `terms`, the largest is
+    Their counts and multiplications are added up, and the largest of their `terms` is
     kept.
     """
     totals: dict[Operation, Operation] = {}

@@ -1,10 +1,11 @@
 """The equations of a program, and which of them return the numbers of an operand.
 
 `equations(program)` returns the equations of a program and of the loops, branches and
-calls in it. `keeps_numbers(eqn)` is true of a transpose, which only moves numbers, and
-of a cast from float16 to float32, which is exact. It is false of `x * 2`, and of a cast
-to float16, which rounds. A result of exact numbers of its operand is as far off as the
-operand, so `diagnose` need not compare it again.
+calls in it. `keeps_numbers(eqn)` is true for a transpose, which only moves numbers, and
+for a cast from float16 to float32, which is exact. It is false for `x * 2`, and for a
+cast to float16, which rounds. If an equation keeps the numbers of its operand, and
+drops none, its result is as far off as the operand, so `diagnose` need not compare it
+again.
 """
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -33,8 +34,8 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
 def is_one_to_one(eqn: JaxprEqn) -> bool:
     """Whether each result depends only on the operand in the same position.
 
-    This is true of an `optimization_barrier` or a `psum` of several arrays. The error
-    of one array says nothing about the others there.
+    This is true for an `optimization_barrier` or a `psum` of several arrays. There, the
+    error of one array says nothing about the others.
     """
     moves_or_sends = bool(traits(eqn) & (Trait.MOVES | Trait.SENDS))
     return moves_or_sends and len(eqn.invars) == len(eqn.outvars)

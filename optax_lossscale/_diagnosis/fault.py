@@ -1,4 +1,4 @@
-"""Which equation is at fault for a result that is off from float32.
+"""Which equation is at fault for a result that differs from float32's.
 
 Take `1 / (a - b)` in float16, where `a` is 0.1 and `b` is 0.0999. The quotient is off
 by 64%, but its operand is already off by 39%. The operands of the difference are off by
@@ -27,9 +27,9 @@ from optax_lossscale._programs.values import is_narrow_dtype
 _JUMP = 3.0
 """The least factor by which the error grows in an equation that is at fault.
 
-Chosen above 2: a product is off by about the sum of its operands' errors, so by up to
-twice as much as the worse one, without doing anything wrong. Values from 2 to 5 give
-the same reports in the quick tests.
+A heuristic, above 2 because a product is off by about the sum of its operands' errors,
+so by up to twice as much as the worse operand, without doing anything wrong. Values
+from 2 to 5 give the same reports in the tests in the repository.
 """
 
 _ROUNDING = 2.0**-8
@@ -38,8 +38,8 @@ _ROUNDING = 2.0**-8
 _MANY_ITERATIONS = 8
 """How often the path must pass through an equation in a loop for it to be at fault.
 
-This is for errors that grow too little in one iteration to jump. The value is chosen:
-those from 4 to 12 give the same reports in the quick tests.
+This is for errors that grow too little in one iteration to jump. The value is a
+heuristic: values from 4 to 12 give the same reports in the tests in the repository.
 """
 
 
@@ -47,8 +47,8 @@ def at_fault(note: Note) -> Note | None:
     """Finds the equation at fault; returns its note, or None if no equation stands out.
 
     An equation on the path whose operand is already off by more than 5% is not at
-    fault, however much worse its result is: mending it would not mend the operand. If
-    no value on the path is off by that much, the whole path is searched. This happens
+    fault, however much worse its result is: fixing it would not fix the operand. If no
+    value on the path is off by more than 5%, the whole path is searched. This happens
     to a value inside if many of its numbers are off, but only the small ones.
     """
     path = path_from(note, _off_operand)
@@ -87,8 +87,8 @@ def _where_error_grows(path: Sequence[Note]) -> Note | None:
     """Finds the equation in which the error grows, at once or over many iterations."""
     errors = []
     for note in path:
-        # An error above 100% counts as 100%. It may only mean that the reference is
-        # small: 1/256 in place of 1/5000 is off by about 1850%.
+        # An error above 100% counts as 100%, because it may only mean that the
+        # reference is small: 1/256 in place of 1/5000 is off by about 1850%.
         at_most_1 = min(note.error, 1.0)
         errors.append(max(at_most_1, _ROUNDING))
     errors.append(_ROUNDING)  # the operands of the last equation
@@ -98,7 +98,7 @@ def _where_error_grows(path: Sequence[Note]) -> Note | None:
 def _in_many_iterations(path: Sequence[Note]) -> Note | None:
     """Finds an equation in which the error grows a little in each of many iterations.
 
-    Of several such equations, those that round to 16 bits come first, and among them
+    Of several such equations, those with results in 16 bits come first, and among these
     the sums.
     """
     counts = Counter(note.origin for note in path if note.rounds)

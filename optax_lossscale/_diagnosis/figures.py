@@ -19,22 +19,23 @@ from jax.typing import ArrayLike
 TOLERANCE = 0.05
 """The largest relative error of a result that still counts as right.
 
-Chosen: about 13 times the largest error of one rounding to bfloat16, which is 2**-8 or
-0.4%, and 100 times that of one rounding to float16, which is 2**-11 or 0.05%. In the
-quick tests, healthy models in float16 are off by at most 0.7%, and in bfloat16 by 1.4%.
+A heuristic: it is about 13 times the largest error of one rounding to bfloat16, which
+is 2**-8 or 0.4%, and 100 times the largest error of one rounding to float16, which is
+2**-11 or 0.05%. In the tests in the repository, healthy models in float16 are off by at
+most 0.7%, and in bfloat16 by 1.4%.
 """
 
 LARGE_SHARE = 0.2
-"""The share of an array that may be off, lost or chosen otherwise before it matters.
+"""The share of an array that may be off, lost or chosen differently before it matters.
 
-The value is chosen.
+The value is a heuristic.
 """
 
 _FRACTION_OF_MEAN = 0.25
 """The least size that the error of a number is compared with, relative to the mean size.
 
-So a number near 0 does not count as off because of an error that is small beside the
-other numbers. The value is chosen.
+A number near 0 then does not count as off because of an error that is small beside the
+other numbers. The value is a heuristic.
 """
 
 
@@ -42,8 +43,8 @@ other numbers. The value is chosen.
 class Figures:
     """How far a result is from its reference, and how large it is.
 
-    The reference is the same result in float32. In the further run of the program in
-    float32, it is the same result in float64. All norms are Euclidean.
+    The reference is the same result in float32, or, where the program itself runs in
+    float32, the same result in float64. All norms are Euclidean.
 
     Attributes:
       count: how many numbers the result holds; a complex number counts as two.
@@ -51,8 +52,9 @@ class Figures:
         reference, divided by the norm of the reference. It is 0 if both are zero, 1 if
         only the reference is, and infinite if the result is bad or the difference
         exceeds the range of float32. The largest numbers dominate it.
-      distance: the norm of the difference itself; infinite where `error` is. It tells
-        which term of a sum contributes most to the error of the sum.
+      distance: the norm of the difference itself; infinite where `error` is infinite.
+        Among the terms of a sum, the one with the largest distance contributes most to
+        the error of the sum.
       off_share: the share of the numbers that are off: that are finite and differ from
         the reference by more than 5% of it, or by more than 5% of a quarter of the mean
         size where that is larger. Unlike in `error`, small numbers count as much as
@@ -147,8 +149,8 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     """Compares two flat arrays, at least one of which is not finite everywhere.
 
     Where the reference is not finite, both are set to 0. Where only the result is not
-    finite, it is set to the reference, and `bad` reports it. So the measurements are
-    those of the finite numbers.
+    finite, it is set to the reference, and `bad` reports it. All other measurements are
+    therefore those of the finite numbers.
     """
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)

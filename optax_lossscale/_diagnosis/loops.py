@@ -7,15 +7,15 @@ not on their references.
 The examples of a `while` under `vmap` may need different numbers of iterations. So may
 the devices of a `shard_map`, which may also take different branches. The body or branch
 then runs on the whole array, and its results are kept only for the *active* examples or
-devices: those whose loop goes on, or that take the branch. An example is a loop over
-three examples that halves `x` while `x > 1`:
+devices: those whose loop goes on, or that take the branch. If a loop halves `x` while
+`x > 1`, an iteration for three examples is
 
     carry      [0.8, 5.0, 9.0]    the first example is inactive
     body of    [5.0, 5.0, 9.0]    a copy of an active example takes its place
     returns    [2.5, 2.5, 4.5]
     new carry  [0.8, 2.5, 4.5]    the results of active examples only
 
-Without the copies, the body would run on the 0.8 as well. In another loop, that might
+Without the copies, the body would run on the 0.8 as well. In another loop, this might
 overflow, and a note would report an overflow that the program never has.
 """
 
@@ -148,15 +148,15 @@ def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
     return jnp.where(condition, _on_host(x), _on_host(y))
 
 
-# --- the arrays that a scan slices and stacks ---
+# --- The arrays that a scan slices and stacks ---
 
 
 def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
     """Slices a stack into a value for each iteration.
 
-    If a loop made the stack, each row gets back the note that it had in that loop. In a
-    backward pass, errors can so be followed into the iteration of the forward pass that
-    made them.
+    If a loop made the stack, each row gets back the note that it had in that loop. So
+    in a backward pass, errors can be followed into the iteration of the forward pass
+    that made them.
     """
     pair = jax.tree.map(_on_host, stack.pair)
     all_devices = [slice(None)] * axis

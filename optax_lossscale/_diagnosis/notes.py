@@ -24,7 +24,7 @@ from optax_lossscale._programs.values import is_inexact_dtype
 THE_LOSS = "the loss"
 """The name of the loss in reports.
 
-An argument whose path is this, or one of the next two, is given a number in its name.
+An argument whose path is this name, or one of the next two, has a number added to it.
 """
 
 ALL = "all"
@@ -41,8 +41,8 @@ SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY
 class Origin:
     """What values come from: an equation, or an argument of the program.
 
-    If a loop or branch only moves numbers, such as the rows of a stack, they keep the
-    origin of the equation that computed them, as `moved` changes it.
+    If a loop or branch only moves numbers, such as the rows of a stack, their origin is
+    still that of the equation that computed the numbers, as changed by `moved`.
 
     Attributes:
       name: the path of an argument; "" for an equation.
@@ -86,12 +86,12 @@ class Note(Figures):
       origin: the equation that computed the result, or the argument of the program.
       dtype: the dtype of the result.
       position: the position of the result among the results of its equation.
-      rounds: in which iteration of each loop around the equation it was computed,
-        counted from 0, the outermost loop first; empty outside of loops.
-      is_backward: whether the result belongs to the backward pass. It is then
-        proportional to the loss scale, unless the backward pass is not linear.
+      rounds: the iteration of each loop around the equation, counted from 0, the
+        outermost loop first; empty outside of loops.
+      is_backward: whether the result belongs to the backward pass. If it does, and this
+        pass is linear, it is proportional to the loss scale.
       reads: the notes of the operands. They are left out of a report, because with them
-        each note would keep all earlier ones.
+        each note would keep all earlier notes in memory.
       before: the largest `error` of an operand. If `error` is far larger, the equation
         itself is to blame.
       nearest: the parameters from which the fewest equations lead to the result. They
@@ -109,7 +109,7 @@ class Note(Figures):
 
     @property
     def is_computed(self) -> bool:
-        """Whether an equation computed it: it is not an argument, and was not moved."""
+        """Whether an equation computed the result: it is no argument, and not moved."""
         return self.origin.primitive != ""
 
     @property
@@ -152,10 +152,7 @@ class Note(Figures):
 
     @property
     def line(self) -> str:
-        """The operation and its source line.
-
-        An example is `exp at model.py:12 (f)`.
-        """
+        """The operation and its source line, such as `exp at model.py:12 (f)`."""
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
@@ -246,8 +243,8 @@ def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
     info = jnp.finfo(dtype)
     largest = float(info.max)
     _, exponent = math.frexp(largest)
-    # Half the distance between the two largest numbers. A number that is less than this
-    # above the largest is rounded down to it.
+    # This is half the distance between the two largest numbers. A number that exceeds
+    # the largest by less than this is rounded down to it.
     half_step = math.ldexp(float(info.eps), exponent - 2)
     return largest + half_step
 

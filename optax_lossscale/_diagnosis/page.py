@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills a `Diagnosis` from its runs. The verdict and the advice come last,
-because `advice.py` derives them from all other fields. Printing a `Diagnosis` prints
-the page: sentences about the dtypes, the verdict and the loss scale, tables of what is
-wrong and of what underflows, and the advice. A shortened example:
+`diagnose` collects `Findings` from its runs, and from these, `advice.py` derives the
+verdict and the advice. Together, they are the `Diagnosis`. Printing it prints the page:
+sentences about the dtypes, the verdict and the loss scale, tables of what is wrong and
+of what underflows, and the advice. A shortened example:
 
     Computes in float16 (100.0% of the multiplications); the loss is float32.
     Without a loss scale, float16 loses 95.7% of the gradients to underflow.
@@ -35,7 +35,40 @@ _SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are pri
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Findings:
+    """What the runs show: a `Diagnosis` except for the verdict and the advice."""
+
+    is_autocast: bool
+    dtypes: DtypeReport
+    computes_in: tuple[np.dtype, ...]
+    loss: float
+    loss_in_float32: float
+    loss_dtype: np.dtype
+    scale: float
+    loss_scale: float | None
+    wrong: tuple[Wrong, ...]
+    off: dict[str, float]
+    undetermined: tuple[str, ...]
+    off_by_choices: dict[str, float]
+    choices: tuple[Note, ...]
+    initial_scale: InitialScale | None
+    overflow: Note | None
+    has_gradients: bool
+    is_finite_without: bool
+    off_without: dict[str, float]
+    underflow: dict[str, Underflow]
+    not_compared: tuple[tuple[str, str], ...]
+    table: Table
+
+    @property
+    def scale_that_fits(self) -> InitialScale | None:
+        """The loss scale that fits; None without float16 or gradients, or if none fits."""
+        is_scaled = np.float16 in self.computes_in and self.has_gradients
+        return self.initial_scale if is_scaled else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis(Findings):
     """The result of `diagnose`: print it, and do what its last lines say.
 
     Its attributes hold what is printed, and more. For example, `initial_scale.scale` is
@@ -64,25 +97,26 @@ class Diagnosis:
         fifth of its numbers.
       off: how far the loss and each gradient are from float32's, relative to those. A
         loss whose terms cancel is compared with how much it changes with the
-        parameters. Left out are results that float32 does not determine, because it is
-        off from float64 as well, such as the gradient of a bias before a normalization.
-        So are differences of two equal things, results that are not finite in float32,
-        and constant gradients.
+        parameters. Left out are constant gradients, results that are not finite in
+        float32, differences of two equal things, and results that float32 does not
+        determine, because it differs from float64 as well, such as the gradient of a
+        bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. It
         is empty if any result is wrong already with the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or numbers
         of iterations. Each line is listed once, with the choice that differs most. If
         only a small share of a choice differs, as near a tie, it is left out, unless
-        choices put the loss off or a gradient far off.
+        the loss is off because of choices, or a gradient is far off.
       initial_scale: the loss scale that fits. It is None if gradients are finite at
         none of the scales tried, or if the loss or float32's results are not finite.
       overflow: the result to blame if gradients overflow, as they do at twice
         `initial_scale.largest`. It is the result that overflows first, or the earlier
         one in which its numbers grew most, if they grew by a factor of 1024 or more. It
         is None if nothing overflows.
-      undetermined: the parameters whose gradients were not judged. Float32 does not
-        determine them, or finds that they are 0, as the difference of two equal things.
+      undetermined: the parameters whose gradients were not judged, because float32 does
+        not determine them, or because they are 0 in float32 as the difference of two
+        equal things.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
       off_without: how far gradients are off without a loss scale. Only gradients that
@@ -93,40 +127,13 @@ class Diagnosis:
         that loses most. Groups that lose 1% or less, both without a loss scale and at
         `scale`, are left out.
       not_compared: operations that have no float32 version, each with its line: kernels
-        and others that run in 16 bits only, and callbacks that run once. What they
-        themselves round is not found.
+        and others that run in 16 bits only, and callbacks that run once. The rounding
+        errors that these operations themselves make are not found.
       table: a row for each computed result.
     """
 
-    is_autocast: bool
-    dtypes: DtypeReport
-    computes_in: tuple[np.dtype, ...]
-    loss: float
-    loss_in_float32: float
-    loss_dtype: np.dtype
-    scale: float
-    loss_scale: float | None
-    wrong: tuple[Wrong, ...]
-    off: dict[str, float]
-    undetermined: tuple[str, ...]
-    off_by_choices: dict[str, float]
-    choices: tuple[Note, ...]
-    initial_scale: InitialScale | None
-    overflow: Note | None
-    has_gradients: bool
-    is_finite_without: bool
-    off_without: dict[str, float]
-    underflow: dict[str, Underflow]
-    not_compared: tuple[tuple[str, str], ...]
-    table: Table
     verdict: str
     advice: list[str]
-
-    @property
-    def scale_that_fits(self) -> InitialScale | None:
-        """The loss scale that fits; None without float16 or gradients, or if none fits."""
-        is_scaled = np.float16 in self.computes_in and self.has_gradients
-        return self.initial_scale if is_scaled else None
 
     def plot(self, axes: Any = None) -> Any:
         """Draws how large each result is, and shades what float16 cannot hold.
@@ -206,7 +213,7 @@ class Diagnosis:
         yield f"Off from float32: the loss by {loss:.1%}, gradients {gradients}."
 
     def _choice_sentences(self) -> Iterator[str]:
-        """Names the choices that float32 would have made otherwise, and what they change."""
+        """Names choices that float32 makes differently, and how much they change."""
         for choice in self.choices[:_SHOWN_ROWS]:
             yield (
                 f"Chosen otherwise than in float32: {choice.decided:.1%} of "

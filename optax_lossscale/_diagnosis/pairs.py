@@ -7,7 +7,7 @@ For `y = x.astype(float16) * 3`, with `x` in float32, the pairs are
     the cast  0.09998 in float16     0.1 in float32
     y         0.2998 in float16      0.3 in float32
 
-and the difference of the last two is the error of `y`. `compute` applies all equations
+and the difference in the last row is the error of `y`. `compute` applies all equations
 of a piece, a sequence of consecutive equations, to pairs, inside `jit`.
 """
 
@@ -88,7 +88,7 @@ class Pair(NamedTuple):
     def as_operand(self) -> "Pair":
         """The pair as later equations read it, with one choice for both arrays.
 
-        A choice of the program, such as an index, replaces that of the reference.
+        A choice of the program, such as an index, replaces the reference's choice.
         """
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
@@ -211,8 +211,8 @@ def compiler_options() -> dict[str, bool | int]:
     if jax.default_backend() != "cpu":
         return options
     fast = options | _FAST_TO_COMPILE
-    # A release of XLA may drop an option, and XLA does not list those that it has. So
-    # see whether it compiles with them.
+    # A release of XLA may drop an option, and XLA does not list its options, so this
+    # tries whether it compiles with these.
     try:
         jax.jit(lambda: 0.0, compiler_options=fast).lower().compile()
     except jax.errors.JaxRuntimeError:

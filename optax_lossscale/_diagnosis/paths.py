@@ -1,9 +1,9 @@
 """Paths through the graph of notes, from a result back towards the arguments.
 
-A note holds the notes of its operands. `path_from` goes from a note to that of one
-operand, for example the one that is off the most, and so on. `jump` finds where on the
-path a size, such as the error, grows most. `fault` looks for a jump of the error, and
-`scale` for a jump of the largest number.
+A note holds the notes of its operands. `path_from` goes from a note to the note of one
+operand, for example of the one that is off the most, and so on. `jump` finds where on
+the path a size, such as the error, grows most. `fault` looks for a jump of the error,
+and `scale` for a jump of the largest number.
 """
 
 from collections.abc import Callable, Sequence

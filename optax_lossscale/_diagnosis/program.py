@@ -45,7 +45,7 @@ _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
 _ADDED_SCOPES = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
 """The scopes that JAX and `autocast` add.
 
-One with an arrow is the formula of an `einsum`.
+A scope with an arrow is the formula of an `einsum`.
 """
 
 
@@ -130,7 +130,7 @@ def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
     outvars = list(map(variable_for, flat.outs))
     instructions = []
     read_later = set(outvars)
-    # Backwards: the first equation that is seen to read a variable is its last reader.
+    # From the end, the first equation that reads a variable is the last to read it.
     for eqn in reversed(flat.eqns):
         operands = list(map(variable_for, eqn.invars))
         frees = {*operands, *eqn.outvars} - read_later

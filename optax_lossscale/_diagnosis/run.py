@@ -7,9 +7,9 @@ scale, but not every one is: clipping in a custom derivative is not. So if the b
 pass computes in float16, the gradient also runs at the predicted scale. That run
 confirms the prediction, or predicts another scale to try.
 
-If a result is off, or if float32 would choose otherwise, the program runs once more: in
-float32, with its own choices, beside float64. If these two are far apart as well, then
-float32 does not determine the result, and 16 bits are not to blame for it.
+If a result is off, or if float32 would choose differently, the program runs once more,
+in float32 with its own choices, beside float64. If these two are far apart as well,
+then float32 does not determine the result, and 16 bits are not to blame for it.
 """
 
 from collections.abc import Hashable, Iterable
@@ -34,7 +34,7 @@ from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.values import Array
 
 _TRIES = 6
-"""How many scales to try if the backward pass is not linear; chosen."""
+"""How many scales to try if the backward pass is not linear, a heuristic."""
 
 
 class Run(NamedTuple):

@@ -8,9 +8,9 @@ its results overflows:
     largest usable scale            2**9
     scale that fits                 2**7, which is `MARGIN` bits less
 
-Headroom is worth more than a scale as large as possible: it costs gradients only if
-they are within a few bits of underflow, but without it, the first step with somewhat
-larger gradients is skipped.
+With this margin, a scale is better than one as large as possible: the margin costs only
+gradients that are within a few bits of underflow, but without it, the first step with
+somewhat larger gradients is skipped.
 """
 
 import math
@@ -36,20 +36,20 @@ The reciprocal of a larger one would be subnormal in float32, and flushed to zer
 MARGIN = 2
 """How many bits the initial scale is below the largest, because gradients may grow.
 
-Chosen: with 2 bits, gradients may become 4 times as large without an overflow.
+A heuristic: with 2 bits, gradients may become 4 times as large without an overflow.
 """
 
 _NOTABLE = 0.01
-"""The share of gradients above which underflow is worth mentioning; chosen."""
+"""The share of gradients above which underflow is worth mentioning, a heuristic."""
 
 _ENLARGED = 2.0**10
 """An equation that enlarges numbers by this factor or more is to blame for their size.
 
-The value is chosen.
+The value is a heuristic.
 """
 
 _SMALLEST = 2.0**-149
-"""The smallest positive number of float32, in place of a size of 0, to divide by it."""
+"""The smallest positive number of float32, which replaces 0 in a divisor."""
 
 _REACH = 2.0**-40
 """The smallest positive float16, 2**-24, relative to the largest, which is about 2**16.
@@ -116,8 +116,8 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
 
     Returns:
       The exponent of that scale, among powers of two, and the note of the equation that
-      made the numbers large. If nothing overflows up to a scale of 2**HIGHEST, they are
-      HIGHEST + 1 and None.
+      made the numbers large. If nothing overflows up to a scale of 2**HIGHEST, the two
+      are HIGHEST + 1 and None.
     """
     first = None
     lowest = math.inf
@@ -236,8 +236,8 @@ def _flat_sizes(x: ArrayLike) -> np.ndarray:
 def _is_zero_or_subnormal(value: Value) -> np.ndarray:
     """Marks the numbers of a gradient that are zero, or subnormal if it is in float16.
 
-    The dtype is that of the note: float16 if the gradient was computed in float16 and
-    then widened, as for a float32 parameter that the model casts.
+    The dtype is read from the note, which says float16 if the gradient was computed in
+    float16 and then widened, as for a float32 parameter that the model casts.
     """
     sizes = _flat_sizes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:

@@ -91,7 +91,7 @@ class Shadow(NamedTuple):
     Attributes:
       remaining: the program without the pieces that have run.
       env: the values that the remaining pieces may read.
-      runner: runs the remaining pieces; it holds the notes of those that have run.
+      runner: runs the remaining pieces, and holds the notes of those that have run.
     """
 
     remaining: Program
@@ -137,8 +137,8 @@ class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
     The programs in a loop or `shard_map` run on a copy of the runner with other
-    `rounds` or `devices`. Its other fields are those of the original, so all notes are
-    in one list, in the order of execution.
+    `rounds` or `devices`. The copy shares its other fields with the original, so all
+    notes are in one list, in the order of execution.
 
     Attributes:
       widths: the dtypes of each pair.
@@ -158,7 +158,7 @@ class _Runner:
     progress: _Progress = dataclasses.field(default_factory=_Progress)
 
     def run(self, program: Program, values: Iterable[Value]) -> list[Value]:
-        """Runs a program on the values of its arguments; returns those of its results."""
+        """Runs a program, given the values of its arguments; returns its results."""
         env = self.constants_of(program)
         env.update(zip(program.invars, values, strict=True))
         env = self.run_pieces(program.pieces, env)
@@ -238,7 +238,7 @@ class _Runner:
     def _note(
         self, instruction: Instruction, position: int, pair: Pair, reads: list[Note]
     ) -> Note | None:
-        """Returns the note of a result: a new one, or that of the operand it came from.
+        """Returns the note of a result: a new note, or the note of its operand.
 
         A new note is appended to `notes`.
         """

@@ -20,7 +20,7 @@ class Table(NamedTuple):
     """A row for each computed result of the gradient, in the program's order.
 
     Use it to see where an error begins: look for the first row in which `off` is much
-    larger than `before`. Print it for the table. Its columns are
+    larger than `before`. Print it to see the table, whose columns are
 
     - `line`, `layer`, `operation` and `dtype`: what computed the result, and where.
       `layer` includes the number of the iteration, for each loop around the line.

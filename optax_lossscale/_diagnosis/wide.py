@@ -7,8 +7,8 @@ if each parameter that names a narrow dtype is changed to name the wide one:
 and convolutions use all digits of the wide dtype.
 
 An equation is *fixed* if it can only run in the dtypes that it was traced in, as a
-kernel does. Its operands are cast to those dtypes, and its results are widened. So what
-the equation itself rounds is rounded in the reference as well, and is not found.
+kernel does. Its operands are cast to those dtypes, and its results are widened. So the
+rounding errors of the equation itself are in the reference as well, and are not found.
 """
 
 import functools
@@ -86,9 +86,9 @@ def in_wide(
 def stays_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation computes in 16 bits or fewer even in the wide program.
 
-    A report lists it as not compared. An operation on bits also runs as traced, but
-    does not count: its reference is meant to have the same bits, such as those of a
-    random number.
+    A report lists such an equation as not compared. An operation on bits also runs as
+    traced, but does not count: its reference is meant to have the same bits, such as
+    those of a random number.
     """
     if not _is_fixed(eqn) or runs_no_iterations(eqn):
         return False
@@ -130,7 +130,8 @@ def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 def _is_scatter(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scatter.
 
-    It holds a program that combines an old number with a new one, such as their sum.
+    A scatter holds a program that combines an old number with a new one, such as by
+    adding them.
     """
     return "update_jaxpr" in eqn.params
 

@@ -2,14 +2,14 @@
 
 The loss or a gradient is *wrong* if one of these is true:
 
-- It is off from float32 by more than 5%.
+- It differs from float32's by more than 5%.
 - It is not finite even in float32.
 - It is a gradient that does not grow in proportion to the loss scale.
 
 Two kinds of results are not judged, because 16 bits are not to blame for them:
 
-- Results that float32 does not determine: it is off from float64 as well. An example is
-  the gradient of a bias before a normalization, which is 0 but for rounding.
+- Results that float32 does not determine, because it differs from float64 as well, such
+  as the gradient of a bias before a normalization, which is nothing but rounding error.
 - Differences of two equal things, which are 0 in float32 and only rounding in 16 bits.
 
 If the loss and all gradients are right, `wrong_inside` looks for the first intermediate
@@ -54,21 +54,19 @@ The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**
 """
 
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
-"""A result that is 0 in float32, and off for one of these reasons, is the difference of
-two equal things.
-"""
+"""Why the difference of two equal things, which is 0 in float32, is off in 16 bits."""
 
 _FAR_LESS = 3
 """How many times smaller the error of float32 has to be than that of 16 bits.
 
-If it is, float32 determines a result although it is itself off by more than 5%. The
-value is chosen: those from 2 to 3 give the same reports in the quick tests.
+If it is, float32 determines a result although float32 is itself off by more than 5%. A
+heuristic: values from 2 to 3 give the same reports in the tests in the repository.
 """
 
 _NEAR = 4
 """How many equations to search for a lost constant, from an infinity back.
 
-The value is chosen: those from 3 to 8 give the same reports in the quick tests.
+A heuristic: values from 3 to 8 give the same reports in the tests in the repository.
 """
 
 _NO_RIGHT_DIGIT = 0.5
@@ -76,7 +74,7 @@ _NO_RIGHT_DIGIT = 0.5
 
 
 class Wrong(NamedTuple):
-    """A result that is off from float32, and why.
+    """A result that differs from float32's, and why.
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
@@ -258,10 +256,10 @@ def _note_in_float32(runs: Runs, name: str) -> Note | None:
 def _float32_determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value well enough for 16 bits to be wrong about it.
 
-    It does if float32 is off from float64 by at most 5%, or by far less than 16 bits
-    are off from float32. But a number without any right digit in float32 is not
-    determined. If the value is not finite, or there was no run in float32, the answer
-    is yes.
+    Float32 determines a value if it differs from float64 by at most 5%, or by far less
+    than 16 bits differ from float32, unless not even one digit of it is right in
+    float32. This returns True for a value that is not finite in 16 bits although
+    float32's is, and for every value if there was no run in float32.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.

@@ -163,6 +163,29 @@ def test_of_float32_it_says_what_autocast_would_make_of_it():
     )
 
 
+def test_says_why_autocast_would_narrow_nothing():
+    loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+    args = normal(8, 8), normal(4, 8)
+    with jax.default_matmul_precision("highest"):
+        found = ols.diagnose(loss_fn, *args)
+    assert found.verdict.startswith(
+        "Nothing is computed in 16 bits, nor would autocast"
+    )
+    assert "products at this jax_default_matmul_precision" in found.advice[0]
+
+    def with_solver(w, x):
+        weights, start = jax.lax.stop_gradient((w, x))
+        goes_on = lambda carry: jnp.max(carry) > 0.1
+        step = lambda carry: carry @ weights / 100
+        return jnp.mean(w) * jnp.sum(jax.lax.while_loop(goes_on, step, start))
+
+    found = ols.diagnose(with_solver, *args)
+    assert "a loop that waits for a number" in found.advice[0]
+    # the user chose this precision, so there is nothing to change
+    chosen = lambda w, x: jnp.mean(jnp.matmul(x, w, precision="highest"))
+    assert ols.diagnose(chosen, *args).advice == ["Nothing."]
+
+
 def test_traces_the_loss_function_once():
     counted = chex.assert_max_traces(attention, n=1)
     ols.diagnose(counted, W, X, loss=2.0**-14)
