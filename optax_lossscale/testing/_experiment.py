@@ -100,6 +100,15 @@ class Experiment:
         """The trial with the arguments as they are."""
         return self.trial(self.loss_scale)
 
+    @property
+    def trial_at_one(self) -> Trial:
+        """The trial at a loss scale of 1, or the baseline if the scale is fixed.
+
+        The baseline is often skipped, as training may begin at too high a scale. A
+        skipped step does not show what its gradients would have changed.
+        """
+        return self.trial_at(0) if _can_adapt(self.loss_scale) else self.baseline
+
     @cached_property
     def overflow_trials(self) -> list[Trial]:
         """Trials at loss scales so large that gradients overflow.
