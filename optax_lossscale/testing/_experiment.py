@@ -155,6 +155,16 @@ class Experiment:
         """
         return self.overflow_trials + [trial for _, trial in self.perturbed_pairs]
 
+    def skips_all(self, trial: Trial) -> bool:
+        """Whether a trial was skipped; if one call takes several steps, all of them.
+
+        Such a call may be a `lax.scan` over batches. It reports whether its last step
+        was applied, and counts the skipped ones. At an infinite loss scale, it skips
+        all of its steps.
+        """
+        n_steps = self.overflow_trials[-1].skip_count_change
+        return trial.was_skipped and trial.skip_count_change >= n_steps
+
     def trial_with_nan(self, path: Path) -> Trial:
         """Runs the step with a NaN in one of the arrays among its arguments."""
         values = self.floats[path].copy()

@@ -134,7 +134,7 @@ def assert_survives_overflow(
         or _replicas_diverge(baseline, floats)
         or _replicas_diverge(experiment.trial_at_one, floats)
         or scale_not_adapted(overflow_trials)
-        or carry_not_kept(experiment.possibly_skipped, checked)
+        or carry_not_kept(experiment, checked)
         or _skip_not_counted(overflow_trials)
         or overflow_applied(experiment, baseline, floats)
         or _nan_not_skipped(experiment, carry, checked)
@@ -181,7 +181,7 @@ def _nan_not_skipped(
         return ""
     trial = experiment.trial_with_nan(batch)
     changed = changed_outputs(trial, checked)
-    if not trial.was_skipped:
+    if not experiment.skips_all(trial):
         # Applying the step may be right: perhaps the NaN did not reach the loss, or
         # reached only one of several updates that the step makes. Then an output may
         # change, but not to infinity or NaN.

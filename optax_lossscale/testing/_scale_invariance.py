@@ -182,7 +182,7 @@ def _first_fault(experiment: Experiment, ignore: str | Collection[str]) -> str:
         or overflow_applied(experiment, highest, carry)
         or _still_scaled(powers, sweep, highest)
         or _not_finite(sweep, highest, carry)
-        or carry_not_kept(experiment.possibly_skipped, from_gradients)
+        or carry_not_kept(experiment, from_gradients)
         or _master_weights_lost(experiment, highest, carry)
         or _differs_at_growth(experiment, sweep)
     )

@@ -669,6 +669,27 @@ def test_a_loss_is_not_taken_for_the_new_value_of_a_rate(check):
     check(step, *begun(TX), 0.5)
 
 
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_a_call_whose_last_steps_overflow_may_apply_its_first(check):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LOSS_SCALE)
+    batches = jnp.stack([X, 2 * X, 4 * X, 100 * X])
+
+    @jax.jit
+    def epoch(params, state, batches):
+        def one(carry, x):
+            loss, params, state = tx.minimize(autocast_loss, carry[1], carry[0], x, Y)
+            return (params, state), loss
+
+        carry, losses = jax.lax.scan(one, (params, state), batches)
+        return *carry, losses
+
+    _, state, _ = epoch(PARAMS, tx.init(PARAMS), batches)
+    assert state.skipped_steps == state.consecutive_skipped_steps == 1
+    check(epoch, PARAMS, tx.init(PARAMS), batches)
+
+
 def test_a_step_that_does_not_return_the_state_is_found():
     tx = ols.with_loss_scale(optax.sgd(0.1))
 
