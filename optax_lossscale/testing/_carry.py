@@ -30,7 +30,8 @@ sizes in the same places:
    do not find it.
 
 A wrong match makes an assertion reject a correct step, until the user lists the output
-in `ignore`. A missing match makes it accept a wrong step.
+in `ignore`. A missing match makes it accept a wrong step. For example, no rule finds a
+running maximum that the batch exceeds, because it does not depend on its old value.
 """
 
 from collections import defaultdict

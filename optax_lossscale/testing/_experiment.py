@@ -100,6 +100,15 @@ class Experiment:
         """The trial with the arguments as they are."""
         return self.trial(self.loss_scale)
 
+    @property
+    def trial_at_one(self) -> Trial:
+        """The trial at a loss scale of 1, or the baseline if the scale is fixed.
+
+        The baseline is often skipped, as training may begin at too high a scale. A
+        skipped step does not show what its gradients would have changed.
+        """
+        return self.trial_at(0) if _can_adapt(self.loss_scale) else self.baseline
+
     @cached_property
     def overflow_trials(self) -> list[Trial]:
         """Trials at loss scales so large that gradients overflow.
@@ -145,6 +154,16 @@ class Experiment:
         their initial zeros, that changes no parameter. With perturbed moments, it does.
         """
         return self.overflow_trials + [trial for _, trial in self.perturbed_pairs]
+
+    def skips_all(self, trial: Trial) -> bool:
+        """Whether a trial was skipped; if one call takes several steps, all of them.
+
+        Such a call may be a `lax.scan` over batches. It reports whether its last step
+        was applied, and counts the skipped ones. At an infinite loss scale, it skips
+        all of its steps.
+        """
+        n_steps = self.overflow_trials[-1].skip_count_change
+        return trial.was_skipped and trial.skip_count_change >= n_steps
 
     def trial_with_nan(self, path: Path) -> Trial:
         """Runs the step with a NaN in one of the arrays among its arguments."""

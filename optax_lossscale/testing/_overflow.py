@@ -64,12 +64,16 @@ def assert_survives_overflow(
     after the batch. (JAX orders dicts and keyword arguments by name.) If there is no
     such array, as with a batch of tokens, no NaN is tried.
 
-    The step is run on copies of its arguments: with loss scales at which gradients
-    overflow, up to infinity; with a NaN in the batch; and twice for each argument that
-    holds floats, with small changes to it, which show what the step passes on. An
-    output that changes much as an argument does counts as its new value. If it is not,
-    list it in `ignore`. Examples are an autoencoder's prediction, and a loss that is
-    multiplied by a weight, if that weight is an array among the arguments.
+    The step is run on copies of its arguments: at a loss scale of 1; with loss scales
+    at which gradients overflow, up to infinity; with a NaN in the batch; and twice for
+    each argument that holds floats, with small changes to it, which show what the step
+    passes on. An output that changes much as an argument does counts as its new value.
+    If it is not, list it in `ignore`. Examples are an autoencoder's prediction, and a
+    loss that is multiplied by a weight, if that weight is an array among the arguments.
+
+    An output that small changes do not reach is not judged. An example is a running
+    maximum that is still 0, below the numbers of the batch. Test such a step with a
+    later state, in which the maximum is above them.
 
     If the step raises an error at an infinite loss scale that adapts, that run is left
     out. Any other error of the step is passed on.
@@ -128,8 +132,9 @@ def assert_survives_overflow(
     fault = (
         _state_not_returned(experiment)
         or _replicas_diverge(baseline, floats)
+        or _replicas_diverge(experiment.trial_at_one, floats)
         or scale_not_adapted(overflow_trials)
-        or carry_not_kept(experiment.possibly_skipped, checked)
+        or carry_not_kept(experiment, checked)
         or _skip_not_counted(overflow_trials)
         or overflow_applied(experiment, baseline, floats)
         or _nan_not_skipped(experiment, carry, checked)
@@ -176,7 +181,7 @@ def _nan_not_skipped(
         return ""
     trial = experiment.trial_with_nan(batch)
     changed = changed_outputs(trial, checked)
-    if not trial.was_skipped:
+    if not experiment.skips_all(trial):
         # Applying the step may be right: perhaps the NaN did not reach the loss, or
         # reached only one of several updates that the step makes. Then an output may
         # change, but not to infinity or NaN.

@@ -179,10 +179,10 @@ def _first_fault(experiment: Experiment, ignore: str | Collection[str]) -> str:
     }
     return (
         _divided_twice(powers)
-        or overflow_applied(experiment, highest, from_gradients)
+        or overflow_applied(experiment, highest, carry)
         or _still_scaled(powers, sweep, highest)
         or _not_finite(sweep, highest, carry)
-        or carry_not_kept(experiment.possibly_skipped, from_gradients)
+        or carry_not_kept(experiment, from_gradients)
         or _master_weights_lost(experiment, highest, carry)
         or _differs_at_growth(experiment, sweep)
     )
@@ -374,12 +374,14 @@ So gradients are divided by a loss scale that they are not, or no longer, multip
 - Use the state that the step is given, not an older one or a scale kept beside it.
 - Leave the unscaling to the optimizer.
 - Put anything that looks at the size of gradients, such as a clip, inside:
-  with_loss_scale(optax.chain(clip, …))."""
+  with_loss_scale(optax.chain(clip, …)). In a custom_vjp, divide by the loss scale first, and
+  multiply by it afterwards."""
 _STILL_SCALED_REMEDY = """\
 So they come from gradients that are still multiplied by the loss scale.
 - To log a norm, unscale them first: get_loss_scale(state).unscale(scaled_grads).
 - Anything before the wrapper in an optax.chain sees scaled gradients. Put it inside:
   with_loss_scale(optax.chain(…)).
+- So does a custom_vjp. If it clips them, divide by the loss scale first, and multiply afterwards.
 - To log the loss scale, return ols.metrics(state).
 - In ignore=, name other outputs that are meant to depend on the loss scale."""
 _AT_GROWTH_REMEDY = """\

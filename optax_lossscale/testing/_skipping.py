@@ -10,8 +10,6 @@ A function that reports a fault returns the text of the error, which names the o
 concerned and suggests a fix. If there is no such fault, it returns an empty string.
 """
 
-from collections.abc import Iterable
-
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale.testing._carry import Carry
 from optax_lossscale.testing._experiment import Experiment
@@ -49,16 +47,16 @@ def _keeps_scale(trial: Trial) -> bool:
     return trial.returns_only(trial.loss_scale) and trial.loss_scale not in expected
 
 
-def carry_not_kept(trials: Iterable[Trial], carry: Carry) -> str:
+def carry_not_kept(experiment: Experiment, carry: Carry) -> str:
     """Reports a skipped step that changes its carry.
 
     A silent step, which returns neither a loss scale nor a `LossScaleState`, does not
     show whether it was skipped. At an infinite loss scale it should have been.
     """
-    for trial in trials:
+    for trial in experiment.possibly_skipped:
         should_be_skipped = trial.is_silent and trial.is_infinite
         changed = changed_outputs(trial, carry)
-        if changed and (trial.was_skipped or should_be_skipped):
+        if changed and (experiment.skips_all(trial) or should_be_skipped):
             return format_fault(_NOT_KEPT, changed, KEEP_REMEDY)
     return ""
 

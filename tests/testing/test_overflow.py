@@ -584,32 +584,39 @@ def test_an_optimizer_may_be_among_the_arguments():
     )
 
 
-def test_replicas_that_decide_alone_drift_apart():
-    """What is only returned, such as the loss of each device, may differ."""
+def shard_mapped_step(axis_name, mean, loss_fn=loss_fn):
+    """A step and its arguments. Each device returns the loss of its own share."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    tx = ols.with_loss_scale(INNER, axis_name=axis_name)
 
-    def steps(axis_name, mean):
-        tx = ols.with_loss_scale(INNER, axis_name=axis_name)
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
+        if mean:
+            grads = jax.lax.pmean(grads, "data")
+        return *tx.apply_gradients(grads, state, params, value=loss), loss
 
-        def step(params, state, x, y):
-            value_and_grad = ols.value_and_scaled_grad(loss_fn, state)
-            loss, grads = value_and_grad(params, x, y)
-            if mean:
-                grads = jax.lax.pmean(grads, "data")
-            return *tx.apply_gradients(grads, state, params, value=loss), loss
+    specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
+    mapped = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+    return jax.jit(mapped), PARAMS, tx.init(PARAMS), X, Y
 
-        specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
-        mapped = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
-        return jax.jit(mapped), PARAMS, tx.init(PARAMS), X, Y
 
-    ols.testing.assert_survives_overflow(*steps("data", mean=True))
-    wrongs = {
-        r"result\[0\]": steps("data", mean=False),
-        r"result\[1\].loss_scale": steps(None, mean=True),
-    }
-    for name, wrong in wrongs.items():
-        with pytest.raises(AssertionError, match=f"that differ:\n  {name}"):
-            ols.testing.assert_survives_overflow(*wrong)
+@pytest.mark.parametrize(
+    ("axis_name", "mean", "name"),
+    [("data", False, r"result\[0\]"), (None, True, r"result\[1\].loss_scale")],
+)
+def test_replicas_that_decide_alone_drift_apart(axis_name, mean, name):
+    """What is only returned, such as the loss of each device, may differ."""
+    ols.testing.assert_survives_overflow(*shard_mapped_step("data", mean=True))
+    with pytest.raises(AssertionError, match=f"that differ:\n  {name}"):
+        ols.testing.assert_survives_overflow(*shard_mapped_step(axis_name, mean))
+
+
+def test_replicas_whose_first_step_is_skipped_drift_apart_later():
+    step, *arguments = shard_mapped_step("data", mean=False, loss_fn=autocast_loss)
+    _, state, _ = step(*arguments)
+    assert state.skipped_steps == 1
+    with pytest.raises(AssertionError, match=r"that differ:\n  result\[0\]"):
+        ols.testing.assert_survives_overflow(step, *arguments)
 
 
 def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
@@ -660,6 +667,27 @@ def test_a_loss_is_not_taken_for_the_new_value_of_a_rate(check):
         return params, state, loss
 
     check(step, *begun(TX), 0.5)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_a_call_whose_last_steps_overflow_may_apply_its_first(check):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LOSS_SCALE)
+    batches = jnp.stack([X, 2 * X, 4 * X, 100 * X])
+
+    @jax.jit
+    def epoch(params, state, batches):
+        def one(carry, x):
+            loss, params, state = tx.minimize(autocast_loss, carry[1], carry[0], x, Y)
+            return (params, state), loss
+
+        carry, losses = jax.lax.scan(one, (params, state), batches)
+        return *carry, losses
+
+    _, state, _ = epoch(PARAMS, tx.init(PARAMS), batches)
+    assert state.skipped_steps == state.consecutive_skipped_steps == 1
+    check(epoch, PARAMS, tx.init(PARAMS), batches)
 
 
 def test_a_step_that_does_not_return_the_state_is_found():

@@ -996,6 +996,10 @@ def old_state(loss_fn, state, params, batch):
     return loss, params, state
 
 
+def state_made_anew(loss_fn, state, params, batch):
+    return WRAPPED.minimize(loss_fn, WRAPPED.init(params), params, batch)
+
+
 def guarded_against_nan_alone(loss_fn, state, params, batch):
     loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
     grads = state.loss_scale.unscale(grads)
@@ -1033,6 +1037,7 @@ def another_optimizers_scale_that_overflows(loss_fn, state, params, batch):
         (nan_to_num, r"result\[1\](.|\n)*nan_to_num"),
         (old_loss_scale, r"loss scale comes back as it was(.|\n)*return the state"),
         (old_state, r"loss scale comes back as it was(.|\n)*return the state"),
+        (state_made_anew, r"the step was applied(.|\n)*that the step is given"),
         (guarded_against_nan_alone, r"become infinite(.|\n)*result\[1\]"),
         (another_optimizers_scale, r"2\*\*-1: result\[1\](.|\n)*not an older one"),
         (
@@ -1051,6 +1056,25 @@ def test_a_step_that_goes_wrong_at_an_overflow_or_at_all_is_found(minimize, said
     else:
         with pytest.raises(AssertionError, match=said):
             ols.testing.assert_scale_invariant(step, params, state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda g: jnp.clip(g, -1, 1), lambda g: g / (1 + jnp.linalg.norm(g))],
+    ids=["clips", "normalizes"],
+)
+def test_a_backward_pass_that_is_not_linear_is_found(change):
+    layer = jax.custom_vjp(lambda x: x)
+    layer.defvjp(lambda x: (x, None), lambda _, g: (change(g),))
+
+    @jax.jit
+    def step(params, state):
+        loss_fn = lambda params: jnp.mean(layer(X @ params["w"]) ** 2)
+        loss, params, state = TX.minimize(loss_fn, state, params)
+        return params, state, loss
+
+    with pytest.raises(AssertionError, match="custom_vjp"):
+        ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS))
 
 
 def test_a_loss_scale_is_known_by_its_type_and_not_by_name_value_or_identity():
