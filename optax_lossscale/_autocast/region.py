@@ -163,8 +163,8 @@ def _rounding_sums(
     """Finds the sums in an island that round their operands.
 
     These are the sums that are stored in 16 bits, and those that lead through SUMs
-    alone to a value that is. For example, if `relu(x @ w + tanh(x @ w))` is stored in 16
-    bits, then the sum inside `relu` rounds the `tanh`. A sum that broadcasts an
+    alone to a value that is. For example, if `relu(x @ w + tanh(x @ w))` is stored in
+    16 bits, then the sum inside `relu` rounds the `tanh`. A sum that broadcasts an
     operand does not round.
 
     Without this rule, the compiler may store the operands in float32. The rule saves
