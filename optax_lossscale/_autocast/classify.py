@@ -224,8 +224,8 @@ def _kind_of_literal(literal: Literal) -> Kind:
 def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     """Returns the kinds that an equation's operands have in the programs that it holds.
 
-    Most operands have the same kind inside as outside. But the kind of a loop's carry
-    has to hold in every iteration, so it is the fixed point of the body.
+    All operands but the carry of a loop have the same kind inside as outside. The kind
+    of the carry has to hold in every iteration, so it is the fixed point of the body.
     """
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)

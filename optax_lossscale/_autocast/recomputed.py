@@ -35,7 +35,7 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     floats, only indices. So recomputing them gains nothing, and in a recommender it
     costs traffic (see `store`). Each level of an associative scan pads between numbers,
     and is a separate pass over memory. Recomputing the scan would save memory in Mamba,
-    but cost traffic. Whoever prefers that wraps the scan in `jax.checkpoint`.
+    but cost traffic. To choose this, wrap the scan in `jax.checkpoint`.
     """
     if any(map(_pads_between, eqns)):
         return False

@@ -133,10 +133,11 @@ def depths(program: Flat) -> Mapping[Var, int]:
 def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
     """Returns how the results of the programs in an equation are used.
 
-    Most are used as the equation's own results are, whose uses are the `outer_uses`.
-    But the carry of a loop is also used by the next iteration, which counts only if a
-    product after the loop depends on the carry. If none does, each iteration reads the
-    carry in 16 bits but returns it in float32, so that the final carry is not rounded.
+    All results are used as the equation's own results are, whose uses are the
+    `outer_uses`. The carry of a loop is also used by the next iteration, but that
+    counts only if a product after the loop depends on the carry. If none does, each
+    iteration reads the carry in 16 bits but returns it in float32, so that the final
+    carry is not rounded.
     """
     inner_uses = list(outer_uses)
     earlier = []
