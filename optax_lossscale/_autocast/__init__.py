@@ -45,13 +45,14 @@ Three passes make the plan. Each is a pure function in its own file:
    what a region reads and casts, and `recomputed` whether the backward pass recomputes
    it.
 
-`plan` applies these passes to the program, and to the programs in an equation such as a
-`scan` or a `cond`. Such an equation is *rewritten*, that is, it runs its programs by
-plans of their own, if nothing forbids it, and if they contain a product to narrow or an
-outer product to replace. A `custom_vjp` is rewritten whenever nothing forbids it: its
-rule, which is not traced yet, may contain either. The body of a loop is classified
-again and again, until the kinds of its carry no longer change. Every pass reads a
-program through `flat`, which inlines short calls.
+`plan` applies these passes to the program, and to the programs in each equation that is
+*rewritten*, that is, runs its programs by plans of their own. An equation such as a
+`scan` or a `cond` is rewritten if `products` finds nothing that forbids it, and if its
+programs contain a product to narrow or an outer product to replace. A `custom_vjp` is
+rewritten whenever nothing forbids it, because its rule, which is not traced yet, may
+contain such a product. The body of a loop is classified again and again, until the
+kinds of its carry no longer change. Every pass reads a program through `flat`, which
+inlines short calls.
 
 `run` executes the plan. It uses `enter` to run an equation with other programs inside,
 and `derivatives` to run a function with a custom derivative.

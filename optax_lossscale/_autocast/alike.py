@@ -2,10 +2,10 @@
 
 The layers of a model often contain the same island, and JAX is slow to trace the
 derivatives of `jax.checkpoint`. So islands that are alike get the same cache key, and
-`run` makes one function for each key. The variables differ from layer to layer, so a
-key refers to a value by its position in the island. If an island reads `h` and computes
-`exp(h) * 2`, its key records that `exp` reads value 0, and that `mul` reads value 1 and
-the literal.
+`run` makes one function for each key. Because the variables differ from layer to layer,
+a key refers to a value by its position in the island. If an island reads `h` and
+computes `exp(h) * 2`, its key records that `exp` reads value 0, and that `mul` reads
+value 1 and the literal.
 """
 
 from collections.abc import Hashable
@@ -18,9 +18,10 @@ from optax_lossscale._programs.keys import hashable_or_id, key_of, key_of_litera
 
 
 def key_of_island(island: Region, casting: Casting) -> Hashable:
-    """Returns a key that is equal for islands in which the same lines compute the same.
+    """Returns a key that is equal for islands that are alike.
 
-    Profiles and errors show the lines, so islands from different lines are not alike.
+    Islands are alike if they do the same computation, on the same lines of source code.
+    The lines count because profiles and errors show them.
     """
     computed = [v for step in island.steps for v in step.eqn.outvars]
     values = [*island.reads, *computed]

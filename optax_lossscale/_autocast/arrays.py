@@ -7,7 +7,8 @@ these are `[array]` and a function that puts one array under `"w"`.
 
 `as_program` traces a program. Its inputs are the arrays in the arguments; its results
 are the arrays that changed in NNX objects, followed by those that the function returns.
-`Call.to_result` writes the former into the objects, and returns the latter as a tree.
+`Call.to_result` writes the changed arrays into the objects, and returns the others as a
+tree.
 """
 
 import contextlib
@@ -136,7 +137,7 @@ def _result(shapes: Any, program_results: Iterable[Any]) -> Any:
 
 
 def _as_traced(x: Any, low: np.dtype | None) -> Any:
-    """Casts an array of dtype `low` to float32; None for a leaf that is not traced."""
+    """Returns a leaf, in float32 if its dtype is `low`; None if it is not traced."""
     if not is_traceable(x):
         return None
     # Check for None first, because `np.dtype("float64") == None` is True.

@@ -22,8 +22,8 @@ from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import astypes
 
+# The default of `fun`. It is not None, so that `autocast(None)` is an error.
 _MISSING: Any = object()
-"""The default of `fun`. It is not None, so that `autocast(None)` is an error."""
 
 
 class Autocasted(Protocol):
@@ -89,11 +89,12 @@ def autocast(
     products run in which dtype.
 
     Products inside `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, `custom_vjp`
-    and `custom_jvp` also run in 16 bits. The rule of a `custom_jvp` is left unchanged
-    if the function has no product. So is a `jit` inside `fun` that has shardings for
-    its arguments or results. A `while_loop` is changed only if its condition depends on
-    integers and booleans alone, and is one flag instead of one for each example of a
-    `vmap`.
+    and `custom_jvp` also run in 16 bits. But a `jit` inside `fun` is left unchanged if
+    it has shardings for its arguments or results, and so is a custom derivative with
+    `symbolic_zeros=True`. The rule of a `custom_jvp` is left unchanged if the function
+    itself has no product. A `while_loop` is changed only if its condition depends on
+    integers and booleans alone, and never if `vmap` gives it a condition for each
+    example.
 
     Args:
       fun: a function that JAX can trace. Its arguments may be arrays, trees and modules
@@ -101,18 +102,18 @@ def autocast(
         its arguments. Without `fun`, `autocast` is a decorator:
         `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters; `()` if none do. List
-        only parameters, with numbers of ordinary size. This matters for sums: a
-        product's result plus a parameter, such as a bias, is stored in 16 bits between
-        products, and a product's result plus any other float32 argument stays in
-        float32. If a listed argument held a mask of -1e9 or statistics of 1e5, their
-        sums would become infinite. If it held a recurrent state, or weights that inner
-        steps update, these would lose digits.
+      argnums: which positional arguments hold the parameters; `()` if none do. These
+        decide which sums are stored in 16 bits between products: a product's result
+        plus a parameter, such as a bias, is stored in 16 bits, and a product's result
+        plus any other float32 argument stays in float32. So list only parameters, with
+        numbers of ordinary size. If a listed argument held a mask of -1e9 or statistics
+        of 1e5, their sums would become infinite. If it held a recurrent state, or
+        weights that inner steps update, these would lose digits.
 
-        Parameters that are passed by keyword do not count, nor do those of shape (),
-        such as a step size, or what they multiply. In Flax NNX, the parameters are the
-        `nnx.Param`s among the arguments, whatever `argnums` says. In any other listed
-        module, every array counts.
+        Parameters that are passed by keyword do not count. Nor do parameters of shape
+        (), such as a step size, or the values that they multiply. In Flax NNX, the
+        parameters are the `nnx.Param`s among the arguments, whatever `argnums` says. In
+        any other listed module, every array counts.
 
     Returns:
       A function of the same arguments. It treats an argument in `dtype` as float32, so
@@ -121,10 +122,13 @@ def autocast(
       would run in which dtype, at which line.
 
     Raises:
-      TypeError: if `fun` is not a function or `argnums` are not ints.
-      ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
-        the result is called, if a number in `argnums` is out of range. Arguments passed
-        by keyword count for the range, but are never treated as parameters.
+      TypeError: if `fun` is not a function.
+      TypeError: if `argnums` is not an int or a sequence of ints.
+      ValueError: if `dtype` is neither float16 nor bfloat16.
+      ValueError: if `argnums` repeats a number.
+      ValueError: when the result is called, if a number in `argnums` is out of range.
+        Arguments passed by keyword count for the range, but are never treated as
+        parameters.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     the operations that need float32. Here all operations between two products run in

@@ -2,9 +2,9 @@
 
 While `autocast` traces a model, `AUTOCAST_DTYPE`, a user context of JAX, holds the
 dtype of its products. A function wrapped by `cast_inputs` reads this dtype at each
-call. If it is float16, the function casts its float32 arguments to float16, and its
-float16 results back to float32. Outside `autocast` it is None, and the function casts
-nothing.
+call. If the dtype is float16, the function casts its float32 arguments to float16, and
+its float16 results back to float32. Outside `autocast` the dtype is None, and the
+function casts nothing.
 """
 
 import functools
@@ -23,10 +23,10 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that needs it.
 
     `autocast` cannot look into a kernel, such as one written in Pallas or cuDNN's
-    attention, and would pass it float32. Wrap it with `cast_inputs`: while `autocast`
-    traces a model, float32 arrays among the arguments of `fun` are cast to `autocast`'s
-    dtype, and results in that dtype are cast back to float32. In any other context
-    `fun` is called unchanged.
+    attention, and would pass it float32. Wrap such a kernel with `cast_inputs`: while
+    `autocast` traces a model, float32 arrays among the arguments of `fun` are cast to
+    `autocast`'s dtype, and results in that dtype are cast back to float32. In any other
+    context `fun` is called unchanged.
 
     A large negative bias becomes -inf in float16: pass the kernel a mask instead. If a
     function has a custom derivative, wrap that function and not the kernels in its

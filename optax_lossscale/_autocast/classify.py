@@ -19,12 +19,12 @@ PRODUCT, SUM or NEAR, and none is FLOAT32:
   is NEAR.
 
 A value minus its own mean, or divided by its own norm, is NEAR as well. `normalized`
-recognizes these. Worth it, in memory and bytes: a ResNet, and transformers with a norm
-after each sum.
+recognizes such values, which saves memory and traffic (see `store`) in a ResNet, and in
+transformers with a norm after each sum.
 
-The pass makes two assumptions. All parameters have about the size 1, because it cannot
-see their numbers. And multiplications need no counting: after nine multiplications by
-4, a factor of 2**18, a value is still NEAR.
+The pass makes two assumptions that it does not check. First, all parameters have about
+the size 1. Second, no value is multiplied so often that its range changes: after nine
+multiplications by 4, which make a factor of 2**18, a value still counts as NEAR.
 """
 
 import enum
@@ -60,10 +60,11 @@ class Kind(enum.IntEnum):
     The kinds up to LARGE are computed from literals, masks and parameters alone.
 
     Attributes:
-      NUMBER: a literal of size 0 or from 1/256 to 4, a mask, or computed from these.
+      NUMBER: a literal whose absolute value is 0 or from 1/256 to 4, a mask, or a value
+        computed from these.
       PARAMETER: a parameter, or a value computed from parameters and NUMBERs.
-      LARGE: a literal of a size from 4 to 256, or a value computed with one. It may be
-        a term of a sum, but not a factor.
+      LARGE: a literal whose absolute value is from 4 to 256, or a value computed with
+        one. It may be a term of a sum, but not a factor.
       PRODUCT: the result of a narrowed product, possibly moved: it is in 16 bits
         already.
       SUM: a sum with a PRODUCT, or a choice between a PRODUCT and another number, such
@@ -83,14 +84,15 @@ class Kind(enum.IntEnum):
     FLOAT32 = enum.auto()
 
 
-# The kinds of several values, in order. Cached functions need them as a tuple.
 Kinds = Sequence[Kind]
-# The kinds of about the size 1, which a value may be multiplied by
+"""The kinds of several values, in order. Cached functions need them as a tuple."""
+
+# The kinds of about the size 1, by which a value may be multiplied
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
 # A value of one of these kinds is NEAR once it is normalized
 _NORMALIZABLE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
 # A literal within these bounds, whatever its sign, can multiply, divide or be added to
-# a value, and the result has about the range of the value. The bounds are choices. A
+# a value, and the result has about the range of the value. The bounds are heuristics. A
 # division by the smallest divisor is a multiplication by the largest factor.
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
@@ -200,7 +202,7 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
 
 
 def _kind_of_literal(literal: Literal) -> Kind:
-    """Returns the kind of a literal, by its size.
+    """Returns the kind of a literal, by its absolute value.
 
     A LARGE literal may be a term but not a factor: two multiplications by 200 would
     bring 2 to 80,000, and the largest number of float16 is 65,504.
@@ -208,22 +210,22 @@ def _kind_of_literal(literal: Literal) -> Kind:
     dtype = dtype_in(literal)
     if dtype != FLOAT32 and not jnp.issubdtype(dtype, jnp.integer):
         return Kind.FLOAT32
-    size = abs(float(literal.val))
-    if size == 0 or _SMALLEST_FACTOR <= size <= _LARGEST_FACTOR:
+    magnitude = abs(float(literal.val))
+    if magnitude == 0 or _SMALLEST_FACTOR <= magnitude <= _LARGEST_FACTOR:
         return Kind.NUMBER
-    if _LARGEST_FACTOR < size <= _LARGEST_TERM:
+    if _LARGEST_FACTOR < magnitude <= _LARGEST_TERM:
         return Kind.LARGE
     return Kind.FLOAT32
 
 
-# --- equations that hold programs ---
+# --- Equations that hold programs ---
 
 
 def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     """Returns the kinds that an equation's operands have in the programs that it holds.
 
-    They are the kinds that the operands have outside, except for the carry of a loop,
-    whose kind has to hold in every iteration: it is the fixed point of the body.
+    All operands but the carry of a loop have the same kind inside as outside. The kind
+    of the carry has to hold in every iteration, so it is the fixed point of the body.
     """
     inner = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)

@@ -4,10 +4,10 @@ A new `custom_jvp` or `custom_vjp` replaces the equation. It is built from two f
 with the same results, up to rounding:
 
 - `narrowed` runs the program in the equation by its plan. The new `custom_jvp` or
-  `custom_vjp` calls it where no derivative is taken.
+  `custom_vjp` calls `narrowed` where no derivative is taken.
 - `original` casts the operands to the dtypes in which the equation was traced, runs the
   equation, and casts the results to the dtypes of the plan. The new rule differentiates
-  it. So JAX calls the user's rule in the traced dtypes, and casts tangents and
+  `original`, so JAX calls the user's rule in the traced dtypes, and casts tangents and
   cotangents.
 
 The products in the user's rule are narrowed as well: the new rule is passed through

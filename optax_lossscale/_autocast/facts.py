@@ -2,9 +2,9 @@
 
 `classify` finds the kind of a value, and `uses` how the value is used later. Take
 `h = x @ w + b` and `y = h + jnp.tanh(h @ w)`, where `b` is a parameter. The kind of `h`
-is SUM, a sum with a product's result. Its use is BOTH: the product `h @ w` depends on
-it, and it is read again after that product. So `h` is stored in 16 bits, by the rule in
-`stored_dtype`.
+is SUM, a sum with a product's result. The use of `h` is BOTH: the product `h @ w`
+depends on `h`, and the sum reads `h` after that product. So `h` is stored in 16 bits,
+by the rule in `stored_dtype`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,12 @@ class Casting(NamedTuple):
 
     Attributes:
       low: the dtype of narrowed products.
-      recomputes: whether the backward pass recomputes islands. It is False in the
+      recomputes: whether the backward pass recomputes islands. This is False in the
         user's own `jax.checkpoint`, whose policy decides which residuals are saved.
-      keeps_reductions: whether some reductions are saved as residuals, for which they
-        get a name. It is False in a custom derivative: JAX may have to transpose it,
-        and a name has no transpose.
+      keeps_reductions: whether some reductions get a name, by which they are saved as
+        residuals. This is False in a custom derivative, because JAX may have to
+        transpose the derivative, and a name has no transpose. It is also False in a
+        program whose equations have different meshes.
       prevent_cse: the argument of `jax.checkpoint`.
     """
 

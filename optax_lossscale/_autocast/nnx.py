@@ -12,7 +12,7 @@ into arrays and merged again twice:
 Afterwards, each object has changed as it would have without a trace. The context
 `changes_kept` surrounds all four calls, so that NNX recognizes the objects.
 
-If no program has imported Flax, there are no such objects, and `split` and `merge`
+If nothing has imported Flax NNX, there are no such objects, and `split` and `merge`
 return their arguments.
 """
 
@@ -24,7 +24,8 @@ import jax
 
 from optax_lossscale._arrays.variables import find_nodes, is_of_nnx, is_variable
 
-_TAG = "optax_lossscale"  # the name by which NNX finds the objects of a call
+# The name by which NNX finds the objects of a call
+_TAG = "optax_lossscale"
 
 
 class _Split(NamedTuple):
@@ -40,7 +41,7 @@ class _Split(NamedTuple):
 
 
 class _Unsplit:
-    """Holds an NNX object that stays whole, as NNX forbids changing it in this trace.
+    """Holds an NNX object that stays whole: NNX forbids changing it in this trace.
 
     This class is not a pytree, so JAX treats it and the object as one leaf.
 
@@ -104,7 +105,7 @@ def merge(tree: Any, inside: bool) -> Any:
 
 
 def _nnx() -> Any:
-    """Returns the module `flax.nnx`, or None if no program has imported it."""
+    """Returns the module `flax.nnx`, or None if nothing has imported it."""
     return sys.modules.get("flax.nnx")
 
 
@@ -121,7 +122,7 @@ def _is_split(x: Any) -> bool:
 def _may_change(x: Any) -> bool:
     """Whether NNX allows changes to an object's variables in the current trace.
 
-    It forbids them if the traced function closes over the object.
+    NNX forbids changes if the traced function closes over the object.
     """
     variables = [node for _, node in _nnx().iter_graph(x) if is_variable(node)]
     # NNX has no public attribute for this.

@@ -5,10 +5,10 @@ size 1, so 16 bits can hold either. But this is true only of a value's own mean 
 norm. Divided by the norm of another value, or by a mean, which may be 0, a value may
 have any size.
 
-So the result of each equation is matched against the formulas of means and norms. If it
-may be part of one, it has a *role* in the formula, and a *source*: the value that may
-be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is `x`.
-In order, their roles are:
+So the result of each equation is matched against the formulas of means and norms. A
+result that may be part of a formula has a *role* in it, and a *source*: the value that
+may be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is
+`x`. In order, the roles of these results are:
 
     x * x            "squares"
     sum(_)           "power"
@@ -22,9 +22,9 @@ is the variance of `x`. To recognize another formula, add its steps to `_RULES`.
 
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have
-any size. We know of no model that does that. In one that does, float16 may overflow,
-which the loss scale detects. bfloat16 may lose digits, which `diagnose` shows, but
-training does not.
+any size. We know of no model that divides in this way. If a model does, float16 may
+overflow, which the loss scale detects, and bfloat16 may lose digits, which `diagnose`
+shows, but training does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,8 +94,9 @@ _NEUTRAL_NUMBERS = {
     "minus": (0, 0),
     "over": (1, np.inf),
 }
-# The smallest `terms` of a power that counts as a mean. A mean over n devices has
-# 1/n terms, because its sum counts as one term. The choice allows for 4096 devices.
+# The smallest `terms` of a power that counts as a mean. A mean over n devices has 1/n
+# terms, because its sum counts as one term. The value is a heuristic, which allows for
+# 4096 devices.
 _FEWEST_TERMS = 2**-12
 _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 
@@ -103,7 +104,9 @@ _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 def role_of(
     eqn: JaxprEqn, are_factors: Sequence[bool], roles: Mapping[Var, Role]
 ) -> Role | None:
-    """Returns the role of an equation's result; None without one, or of several.
+    """Returns the role of an equation's only result; None if it has no role.
+
+    An equation with several results has no role, either.
 
     Args:
       eqn: the equation.
@@ -121,11 +124,10 @@ def role_of(
         return Role(None, "number")
     formula = row_of(eqn).formula
     # A neutral number is left out below, but `1 / norm` is not a norm.
-    starts_with_number = operands[0].source is None
-    if formula in ("minus", "over") and starts_with_number:
+    if formula in ("minus", "over") and operands[0].source is None:
         return None
-    exponent = eqn.params.get("y", 2)
-    if exponent != 2:  # an `integer_pow` other than the square
+    # Of the powers that `integer_pow` computes, only the square has a role.
+    if formula == "squared" and eqn.params.get("y", 2) != 2:
         return None
     parts = []
     for v, role, is_factor in zip(eqn.invars, operands, are_factors, strict=True):
@@ -198,6 +200,6 @@ def _is_neutral(role: Role, formula: str | None) -> bool:
     if not is_number or formula not in _NEUTRAL_NUMBERS:
         return False
     smallest, largest = _NEUTRAL_NUMBERS[formula]
-    # Written so that NaN, which `jnp.var` may choose, is neutral: no comparison with
-    # NaN is true.
+    # NaN, which `jnp.var` may choose, is neutral as well: it is neither smaller nor
+    # larger than any number.
     return not (number < smallest or number > largest)

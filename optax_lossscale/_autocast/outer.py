@@ -2,8 +2,8 @@
 
 `jnp.einsum("i,j->ij", x, y)` is a `dot_general` that sums nothing, so it is not
 narrowed. Its derivatives are matrix products that do sum, and they would run in float32
-as well. If it is computed as `x[:, None] * y[None, :]` instead, its derivatives are
-multiplications and sums, which a compiler fuses.
+as well. If the outer product is computed as `x[:, None] * y[None, :]` instead, its
+derivatives are multiplications and sums, which a compiler fuses.
 """
 
 import jax

@@ -161,9 +161,9 @@ def _dtypes_of(
       result_uses: the uses of its programs' results.
 
     Returns:
-      Three lists: the dtype to which the step casts each operand, the dtype in which
-      the programs read each operand, and the dtype of each of the programs' results.
-      The second list has an entry for every operand, also for those before
+      Three lists of dtypes. The step casts the operands to the first, the programs read
+      the operands in the second, and the results of the programs have the third. The
+      second list has an entry for every operand, also for those before
       `first_inner_operand`, which no program reads.
     """
     in_dtypes = []

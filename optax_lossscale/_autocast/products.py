@@ -49,8 +49,9 @@ from optax_lossscale._programs.work import (
     is_product,
 )
 
-# The `jax.named_scope` in which `autocast` runs programs
 SCOPE = "ols.autocast"
+"""The `jax.named_scope` in which `autocast` runs programs."""
+
 # Reasons, or advice to add to a reason
 _BY_DEFAULT = (
     "products at this jax_default_matmul_precision (set it to 'default', and use "
@@ -68,7 +69,7 @@ def is_narrowed(eqn: JaxprEqn) -> bool:
 def is_outer_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `dot_general` that `outer_product` can replace.
 
-    It is if it sums nothing, has no output sharding, and may be changed.
+    Such an equation sums nothing, has no output sharding, and may be changed.
     """
     if Trait.OUTER not in traits(eqn):
         return False
@@ -80,8 +81,8 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
 def _may_change(eqn: JaxprEqn) -> bool:
     """Whether `autocast` may change how a product or an outer product is computed.
 
-    It may if the equation maps float32 to float32, and has neither HIGHEST precision nor
-    an algorithm.
+    The equation must map float32 to float32, and must have neither HIGHEST precision
+    nor an algorithm.
     """
     if asks_for_highest(eqn):
         return False
@@ -98,7 +99,7 @@ def may_be_rewritten(eqn: JaxprEqn) -> bool:
 def is_rewritten(eqn: JaxprEqn) -> bool:
     """Whether an equation runs its programs by plans of their own.
 
-    It does if it may be rewritten, and if its programs contain something to change. In
+    Such an equation may be rewritten, and its programs contain something to change. In
     a `custom_jvp`, the rule is not searched: only the function's own program counts.
     """
     if not may_be_rewritten(eqn):
@@ -127,9 +128,9 @@ def usual_precision() -> Any:
 def why_none_is_narrowed(program: AnyJaxpr) -> tuple[str, ...]:
     """Returns the reasons why no product is narrowed, with advice, each reason once.
 
-    There are no reasons if some product is narrowed. Some products never have a reason:
-    those to which the user gives HIGHEST precision or an algorithm, and those without
-    an operand in float32 or float64.
+    If some product is narrowed, there are no reasons. A product never has a reason if
+    the user gives it HIGHEST precision or an algorithm, or if it has no operand in
+    float32 or float64.
     """
     outcomes = _outcomes(program, usual_precision())
     if None in outcomes:
@@ -142,7 +143,8 @@ def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
     """Returns the outcome of each product in a program, without duplicates.
 
     An outcome is None if the product is narrowed, and otherwise the reason why it is
-    not. `usual` is the `usual_precision`, an argument because results are cached.
+    not. `usual` is the `usual_precision`. It is an argument because the results are
+    cached, and it may change from call to call.
     """
     outcomes = []
     for eqn in open_jaxpr(program).eqns:
@@ -191,10 +193,10 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
 def _waits(eqn: JaxprEqn) -> bool:
     """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
-    It does not wait if integers and booleans alone decide when it ends, as with a count
-    of iterations. The condition then reads only such carries and constants, and the
-    body computes the next values of these carries from nothing else. A loop with a flag
-    for each example of a `vmap` counts as waiting.
+    A loop does not wait if integers and booleans alone decide when it ends, as with a
+    count of iterations. The condition then reads only such carries and constants, and
+    the body computes the next values of these carries from nothing else. A loop with a
+    flag for each example of a `vmap` counts as waiting.
     """
     condition, body = map(open_jaxpr, programs_in(eqn))
     if shape_in(condition.outvars[0]):

@@ -1,8 +1,8 @@
 """Decides which islands the backward pass recomputes, and which results are saved.
 
-The backward pass recomputes an island from the values that it reads. Two kinds of
-islands are not recomputed: those that only move numbers, and those in an associative
-scan. The latter are recognized by a `pad` that puts numbers between those of an array.
+The backward pass recomputes an island from the values that the island reads. Two kinds
+of islands are not recomputed: those that only move numbers, and those in an associative
+scan, which are recognized by a `pad` that puts numbers between those of an array.
 
 In a recomputed island, some reductions are *kept*, that is, saved as residuals too:
 those that reduce a large array to a few numbers, and would need another pass over that
@@ -23,8 +23,8 @@ from optax_lossscale._programs.values import (
     variables,
 )
 
-# A reduction of fewer terms is not kept. The choice bounds the memory: the results take
-# at most 1/32 of what their operand takes in float32.
+# A reduction of fewer terms is not kept. A heuristic, which bounds the memory: the kept
+# results take at most 1/32 of what their operand takes in float32.
 _FEWEST_TERMS = 32
 
 
@@ -33,9 +33,9 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
 
     Equations that only move numbers compute nothing, and their derivatives read no
     floats, only indices. So recomputing them gains nothing, and in a recommender it
-    moves more bytes. Each level of an associative scan pads between numbers, and is a
-    separate pass over memory. Recomputing it would save memory in Mamba, but move more
-    bytes. To choose that, wrap the scan in `jax.checkpoint`.
+    costs traffic (see `store`). Each level of an associative scan pads between numbers,
+    and is a separate pass over memory. Recomputing the scan would save memory in Mamba,
+    but cost traffic. To choose this, wrap the scan in `jax.checkpoint`.
     """
     if any(map(_pads_between, eqns)):
         return False
@@ -45,9 +45,10 @@ def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
 def kept_reductions(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
     """Returns the results of reductions in a region that are kept as residuals.
 
-    To recompute one would need another pass over its operand. Only reductions that
-    other equations in the region read are kept. Worth it, in bytes: a cross-entropy
-    over a large vocabulary, and the batch norms of a ResNet.
+    To recompute such a reduction would need another pass over its operand. Only
+    reductions that other equations in the region read are kept. Keeping them saves
+    traffic in a cross-entropy over a large vocabulary, and in the batch norms of a
+    ResNet.
 
     Args:
       eqns: the equations of the region.
@@ -91,7 +92,7 @@ def _needs_a_pass(eqn: JaxprEqn, largest: int) -> bool:
     n_results = size_of(result.aval)
     # If the region also stores an array as large as the operand, a compiler fuses sums
     # over rows with what is computed from them for the same rows, as in the softmax of
-    # attention. Keeping these sums would move more bytes.
+    # attention. Keeping these sums would cost traffic.
     last_axis = len(shape_in(operand)) - 1
     is_over_rows = eqn.params["axes"] == (last_axis,)
     if is_over_rows and largest >= n_terms:

@@ -9,9 +9,10 @@ values that later regions read. They decide two things.
 
 First, the dtype to which each step casts its operands:
 
-- A product *rounds* them: it casts them to 16 bits.
-- So do some sums that are stored in 16 bits, and moves that are not cheap, such as a
-  transfer between devices, if only products read what they move.
+- A product *rounds* its operands: it casts them to 16 bits.
+- Some sums that are stored in 16 bits round their operands as well. So do moves that
+  are not cheap, such as a transfer between devices, if only products read what they
+  move.
 - All other moves, and sums over devices, cast nothing. They run in the dtype in which
   their operands are stored.
 - All other steps cast their operands to the dtypes in which they were traced.
@@ -161,13 +162,13 @@ def _rounding_sums(
 ) -> set[JaxprEqn]:
     """Finds the sums in an island that round their operands.
 
-    They are the sums that are stored in 16 bits, and those that lead to a stored value
-    through SUMs alone. For example, if `relu(x @ w + tanh(x @ w))` is stored in 16
-    bits, then the sum inside `relu` rounds the `tanh`. A sum that broadcasts an
+    These are the sums that are stored in 16 bits, and those that lead through SUMs
+    alone to a value that is. For example, if `relu(x @ w + tanh(x @ w))` is stored in
+    16 bits, then the sum inside `relu` rounds the `tanh`. A sum that broadcasts an
     operand does not round.
 
-    Without this rule, the compiler may store the operands in float32. Worth it: a
-    ResNet, in memory and bytes, and transformers, in bytes.
+    Without this rule, the compiler may store the operands in float32. The rule saves
+    memory and traffic (see `store`) in a ResNet, and traffic in transformers.
     """
     leads_to_stored = {v for v in stores if facts.dtypes[v] == facts.low}
     sums = set()
@@ -200,8 +201,8 @@ def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list
     traced = dtypes_in(eqn.invars)
     if rounds_operands:
         # The derivative of spreading an array over devices is a sum over the devices,
-        # which must run in float32. So `run` itself casts the operand, in a function
-        # with a custom derivative.
+        # which must run in float32. So the step does not cast the operand: `run` does,
+        # in a function with a custom derivative.
         if Trait.SPREADS in traits(eqn):
             return traced
         return [low if dtype == FLOAT32 else dtype for dtype in traced]
@@ -235,7 +236,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
 
 
 def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
-    """Returns the dtype in which a reader needs a value that it rounds, or does not."""
+    """Returns the dtype in which a reader needs a value, by whether it rounds it."""
     if is_rounded and dtype_in(v) == FLOAT32:
         return facts.low
     return facts.dtypes[v]
@@ -244,8 +245,8 @@ def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
     """Whether an equation only moves numbers, to readers that need them in 16 bits.
 
-    `needed` has the dtypes in which its results are needed. A result that is not in it
-    has no readers.
+    `needed` has the dtypes in which the equation's results are needed. A result that is
+    not in `needed` has no readers.
     """
     eqn_traits = traits(eqn)
     if not eqn_traits & (RUNS_AS_STORED | Trait.SPREADS):

@@ -40,7 +40,7 @@ from optax_lossscale._programs.versions import bind, name_of
 
 # The name that `_run_region` gives to `kept_reductions`
 _KEPT = "ols.autocast.kept"
-# The policy with which `jax.checkpoint` saves them
+# The policy with which `jax.checkpoint` saves the values of this name
 _SAVE_REDUCTIONS = checkpoint_policies.save_only_these_names(_KEPT)
 
 
@@ -50,12 +50,12 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 
 
 class _Runner:
-    """Runs a program by its plan, and the programs in it by theirs.
+    """Runs a program by its plan, and each program in it by its own plan.
 
     JAX traces and differentiates a function once, and caches the result by the identity
     of the function. So that layers that are alike are traced once, a runner makes one
     function for each plan of an inner program, however many steps share the plan, and
-    one for all islands in which the same lines compute the same.
+    one for all islands that are alike (see `alike`).
     """
 
     def __init__(self):
@@ -97,8 +97,8 @@ class _Runner:
         """Returns a jitted function that runs an inner program.
 
         A call, such as a `jit`, stays a call. The body of a loop or a branch is
-        inlined, because a compiler fuses less across a call: a scan over layers would
-        move more bytes.
+        inlined, because a compiler fuses less across a call, which would cost a scan
+        over layers traffic (see `store`).
         """
 
         def program(args):
@@ -112,8 +112,9 @@ class _Runner:
         values = dict(zip(region.reads, inputs, strict=True))
         stored = {}
 
-        # Steps that read a value in the same dtype share one cast. So its cotangents are
-        # summed in that dtype, and the transpose of the cast rounds only the sum.
+        # Steps that read a value in the same dtype share one cast, so the value's
+        # cotangents are summed in that dtype, and the transpose of the cast rounds only
+        # the sum.
         @functools.cache
         def cast(v, dtype):
             return astype(values[v], dtype)
@@ -140,7 +141,7 @@ class _Runner:
     def _run_step(self, step: Step, operands: Arrays, stores: Dtypes) -> list[Any]:
         """Runs a step on operands in its `operand_dtypes`.
 
-        `stores` has the dtypes in which its region stores values.
+        `stores` has the dtypes in which the step's region stores values.
         """
         eqn = step.eqn
         if is_narrowed(eqn):

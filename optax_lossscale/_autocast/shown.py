@@ -84,7 +84,7 @@ def _line(region: Region, names: Names, stored: Dtypes) -> str:
     kept = [eqn for eqn in eqns if not region.kept_reductions.isdisjoint(eqn.outvars)]
     if kept:
         line += f", keeping {_operations(kept)}"
-    # Some equations come from no line of the user's, such as the counter of a loop.
+    # Some equations, such as the counter of a loop, come from no line of the user's.
     users_lines = filter(None, map(users_line, eqns))
     distinct = dict.fromkeys(users_lines)
     if distinct:

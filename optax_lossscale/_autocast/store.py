@@ -15,11 +15,11 @@ that computes it. It builds the regions on the way:
 Most islands are recomputed in the backward pass. Their residuals are then the values
 that they read, and not the float32 arrays that they compute.
 
-Some rules here and in `region`, `recomputed` and `classify` only save memory, or
-*bytes*: those moved between memory and processor. The docstring of such a rule names
-the models in which it is worth it, as programs compiled for an H100 show (not timed).
-The figures are in the repository, in `docs/benchmarks/rules.md`. There, the command
-`python -m benchmarks rules` compiles models with each rule and without it.
+Some rules here and in `region`, `recomputed` and `classify` exist only to save memory,
+or *traffic*: the bytes that are moved between memory and processor. The docstring of
+such a rule says in which models it saves them, as programs compiled for an H100 show
+(not timed). The figures are in the repository, in `docs/benchmarks/rules.md`. There,
+the command `python -m benchmarks rules` compiles models with each rule and without it.
 """
 
 from collections import ChainMap
@@ -125,11 +125,11 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
 
     If the island itself reads a sum that it stores in 16 bits, as it does with the sum
     of a residual stream, a separate region stores that sum first. The steps that read
-    the sum then read it as stored. So their residual is the sum alone, and not the
+    the sum then read it as stored, so their residual is the sum alone, and not the
     operands of the sum. The same goes for a product's result that the island moves.
 
-    Worth it, in memory and bytes: transformers. A recommender pays for it with memory,
-    and Mamba with bytes.
+    This division saves memory and traffic in transformers. In a recommender, it saves
+    traffic but costs memory; in Mamba, it costs traffic.
     """
     read_here = {v for eqn in island for v in variables(eqn.invars)}
     stored_first = []
@@ -147,18 +147,19 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
 def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     """Finds the equations that islands repeat, by their results.
 
-    They are cheap, and their results take at least as many bytes as the stored values
-    from which they are computed. Examples are the broadcast of a constant, a mask, and
-    the `tanh` of a product's result: an island keeps that result anyway, for the
-    gradient. Worth it, in memory and bytes: transformers, mostly with long sequences.
+    These equations are cheap, and their results take at least as many bytes as the
+    stored values from which they are computed. Examples are the broadcast of a
+    constant, a mask, and the `tanh` of a product's result, which an island keeps
+    anyway, for the gradient. Repeating such equations saves memory and traffic in
+    transformers, mostly with long sequences.
     """
     repeated = {}
     # For each of these results, the stored values from which an island computes it
     sources = {}
     for eqn in facts.program.eqns:
         is_seed = not seeds.isdisjoint(eqn.outvars)
-        # If the lookup of an embedding's rows was repeated, its gradient would be a
-        # separate sum for each island.
+        # If the lookup of an embedding's rows were repeated, the embedding's gradient
+        # would be a separate sum for each island.
         if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
         reads = set()

@@ -3,15 +3,16 @@
 This is a liveness analysis: it walks the program backward, from the results to the
 arguments. It answers two questions about a value. Does any later product depend on it?
 And is it *live across* a product, that is, still read after that product? In
-`y = x + tanh(x @ w)`, both are true of `x`: the product depends on it, and the sum reads
-it after the product, so it has to be stored until then. Neither is true of the result
-of `x @ w`, if no later product depends on `y`.
+`y = x + tanh(x @ w)`, both are true of `x`: the product depends on `x`, and the sum
+reads `x` after the product, so `x` has to be stored until then. Neither is true of the
+result of `x @ w`, if no later product depends on `y`.
 
 To find the reads across a product, the pass gives each value a *depth*: the number of
 narrowed products and rewritten equations in the longest chain that leads to the value.
 An equation reads an operand across a product if its result is deeper than that operand.
-Two kinds of equations are excepted: the result of a narrowed product is always deeper,
-and an equation that may be rewritten reads what the programs in it read.
+Two kinds of equations are exceptions: a narrowed product, whose result is always deeper
+than its operands, and an equation that may be rewritten, which reads what the programs
+in it read.
 """
 
 import enum
@@ -132,11 +133,11 @@ def depths(program: Flat) -> Mapping[Var, int]:
 def result_uses_inside(eqn: JaxprEqn, outer_uses: Uses) -> Uses:
     """Returns how the results of the programs in an equation are used.
 
-    They are used as the equation's own results are, which the `outer_uses` tell, except
-    for the carry of a loop. The next iteration uses the carry too, but that counts only
-    if a product after the loop depends on the carry. If none does, each iteration reads
-    the carry in 16 bits but returns it in float32, so that the final carry is not
-    rounded.
+    All results are used as the equation's own results are, whose uses are the
+    `outer_uses`. The carry of a loop is also used by the next iteration, but that
+    counts only if a product after the loop depends on the carry. If none does, each
+    iteration reads the carry in 16 bits but returns it in float32, so that the final
+    carry is not rounded.
     """
     inner_uses = list(outer_uses)
     earlier = []

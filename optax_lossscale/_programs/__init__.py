@@ -1,6 +1,6 @@
 """Reads the programs that JAX traced, and runs them with parts replaced.
 
-`autocast`, `dtype_report` and `diagnose` are built on this folder. A *program* is a
+`autocast`, `dtype_report` and `diagnose` are built on this package. A *program* is a
 jaxpr, open or closed: a list of equations, each of which applies one of JAX's
 operations, such as `dot_general`, to operands. An equation may itself hold programs,
 as a `scan` holds its body.
@@ -29,5 +29,5 @@ Read the files in this order:
 - `lines.py`: the line of the user's code that made an equation.
 - `flat.py`: a program with its short calls, or all of its calls, inlined.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
-- `keys.py`: keys that are equal for equations that compute the same.
+- `keys.py`: keys that are equal for equations that do the same computation.
 """

@@ -3,7 +3,7 @@
 JAX traces a jitted function once and shares its jaxpr between all calls. If `f` calls
 `g` twice, `g` calls `h` twice, and so on, then ten jaxprs stand for a thousand calls. A
 function that visited every call would take exponential time. So put this cache on a
-function that looks into inner programs: it then visits each jaxpr once.
+function that looks into inner programs: the function then visits each jaxpr once.
 
 The cache cannot help once calls are inlined, because each call then has equations of
 its own. `flat` inlines short programs, and `all_flat` inlines all of them.
@@ -22,12 +22,13 @@ Result = TypeVar("Result")
 def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     """Caches the results of a function of a program and other hashable arguments.
 
-    The function must be pure. It may call `users_line`, although its result depends on
-    the current directory and on the imported frameworks: the cache keeps the lines of
-    the first call.
+    The function must be pure, with one exception: it may call `users_line`, whose
+    result depends on the current directory and on the imported frameworks. The cache
+    keeps the lines of the first call.
 
     A result is freed together with its program. It may refer to parts of the program,
-    but not to the program itself: the cache would then keep the program alive forever.
+    but not to the program itself, because the cache would then keep the program alive
+    forever.
     """
     results_by_program: weakref.WeakKeyDictionary[AnyJaxpr, dict[Hashable, Result]] = (
         weakref.WeakKeyDictionary()

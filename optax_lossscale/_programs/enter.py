@@ -1,14 +1,15 @@
 """Runs an equation that holds programs, such as a `scan`, with other programs in it.
 
-To bind the equation would run the programs that it holds. So instead,
-`enter(eqn, operands, functions)` calls `lax.scan`, `lax.switch` or the like again, with
-a function in place of each program that computes results of the equation (see
+Binding such an equation again would run the programs that it holds. So
+`enter(eqn, operands, functions)` instead calls `lax.scan`, `lax.switch` or the like,
+with a function in place of each program that computes results of the equation (see
 `result_programs` in `walk.py`). For a `scan`, `autocast` passes one function, which
 runs the body with its products in 16 bits.
 
 A function may return other dtypes than its program, with two restrictions. The
-functions of a `cond` must all return the same dtypes. A loop's carry has the dtypes of
-the operands that it starts from, and what a function returns for it is cast to them.
+functions of a `cond` must all return the same dtypes. And a loop's carry keeps the
+dtypes of the operands that it starts from, so what a function returns for the carry is
+cast to these dtypes.
 
 To run another operation in this way, give it a trait, and add a function to `_ENTER`.
 """
@@ -49,7 +50,7 @@ def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> lis
     return run(eqn, operands, *functions)
 
 
-# --- one function for each kind of equation; each returns the equation's results ---
+# --- One function for each kind of equation; each returns the equation's results ---
 
 
 def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
@@ -145,5 +146,6 @@ _ENTER = {
 ENTERED = functools.reduce(operator.or_, _ENTER)
 """The traits of the operations that `enter` can run; no operation has two of them.
 
-`JVP` and `VJP` are not included: `enter` would lose the custom rules for derivatives.
+`JVP` and `VJP` are not included, because `enter` would lose the custom rules for
+derivatives.
 """

@@ -24,8 +24,8 @@ from optax_lossscale._programs.versions import (
 )
 from optax_lossscale._programs.walk import has_shardings, programs_in
 
-# A program of more equations stays a call. The choice is far above helpers such as
-# `jax.nn.softmax`, which has about ten.
+# A program of more equations stays a call. A heuristic: the bound is far above the
+# length of helpers such as `jax.nn.softmax`, which has about ten equations.
 _MAX_INLINED = 100
 
 
@@ -62,8 +62,8 @@ def flat(program: AnyJaxpr) -> Flat:
 def all_flat(program: AnyJaxpr) -> Flat:
     """Inlines every call of a program, for `diagnose`.
 
-    So a function with a custom derivative becomes the equations of the function, and a
-    checkpoint those of its program.
+    For example, a function with a custom derivative is replaced by the equations of the
+    function itself, and a checkpoint by the equations in it.
     """
     return _flattened(program, _callee)
 
@@ -107,8 +107,8 @@ def _flattened(
 def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
     """Returns what `v` is called in the flat program: `env[v]`, or `v` itself.
 
-    With `jax_use_simplified_jaxpr_constants`, a literal may be an array. It becomes a
-    new variable, whose value is added to `consts`.
+    With `jax_use_simplified_jaxpr_constants`, a literal may be an array. Such a
+    literal becomes a new variable, whose value is added to `consts`.
     """
     if not isinstance(v, Literal):
         return env.get(v, v)

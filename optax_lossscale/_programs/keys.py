@@ -1,10 +1,10 @@
-"""Keys that are equal for equations that compute the same, whatever their variables.
+"""Keys that are equal for equations that do the same computation on any variables.
 
 The layers of a model often repeat the same equations. If the keys of a layer equal
-those of an earlier layer, what was traced or compiled for that one is used again. The
-variables differ from layer to layer, so `key_of` leaves the operands out. The caller
-adds their positions in the layer instead: in both `c = mul a b` and `f = mul d e`, the
-operands have the positions 0 and 1.
+those of an earlier layer, what was traced or compiled for the earlier layer is used
+again. The variables differ from layer to layer, so `key_of` leaves the operands out,
+and the caller adds their positions in the layer instead: in both `c = mul a b` and
+`f = mul d e`, the operands have the positions 0 and 1.
 """
 
 from collections.abc import Hashable
@@ -21,7 +21,7 @@ def key_of(eqn: JaxprEqn) -> Hashable:
 
     The key may not be hashable, because it holds the parameters of the operation.
     """
-    # The sort compares only names: no two parameters have the same one.
+    # The sort compares only names, because no two parameters have the same name.
     params = tuple(sorted(eqn.params.items()))
     return eqn.primitive, params, eqn.ctx
 
@@ -34,8 +34,8 @@ def key_of_literal(literal: Literal) -> Hashable:
 def hashable_or_id(key: Any, owner: Any) -> Hashable:
     """Returns the key of `owner`, or the `id` of `owner` if the key is not hashable.
 
-    The caller has to keep `owner` alive. Once it is freed, another object may get the
-    same `id`.
+    The caller has to keep `owner` alive, because another object may get the same `id`
+    once `owner` is freed.
     """
     try:
         hash(key)

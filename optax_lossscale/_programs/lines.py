@@ -1,9 +1,9 @@
 """The line of the user's code that made an equation, for messages and reports.
 
-JAX stores a traceback with each equation. The user's line is its innermost frame that
-is neither in JAX nor in a framework. For `nn.Dense(3)(x)` in line 12 of `model.py`,
-that is `model.py:12 (f)`, and not the line of `Dense` that multiplies. The frameworks
-are listed as `LIBRARIES` in `_arrays/messages.py`.
+JAX stores a traceback with each equation. The user's line is the innermost frame of
+this traceback that is neither in JAX nor in a framework (`_arrays/messages.py` lists
+the frameworks as `LIBRARIES`). For `nn.Dense(3)(x)` in line 12 of `model.py`, the
+user's line is `model.py:12 (f)`, and not the line of `Dense` that multiplies.
 """
 
 import os
@@ -19,9 +19,9 @@ from optax_lossscale._arrays.messages import LIBRARIES
 def users_line(eqn: JaxprEqn) -> str:
     """Returns the innermost line of the user's code that led to an equation, or "".
 
-    For example, `model.py:12 (f)`. JAX traces a jitted function once for all calls, and
-    may not store the frames of its callers. So an equation in a jitted helper of JAX or
-    Flax may have no line of the user's.
+    A line is shown as in `model.py:12 (f)`. JAX traces a jitted function once for all
+    calls, and may not store the frames of its callers, so an equation in a jitted
+    helper of JAX or Flax may have no line of the user's.
     """
     folders = map(_package_folder, LIBRARIES)
     imported = tuple(folder for folder in folders if folder)
@@ -32,9 +32,10 @@ def users_line(eqn: JaxprEqn) -> str:
 
 
 def line_of(eqn: JaxprEqn, outer_line: str = "") -> str:
-    """Returns the `users_line` of an equation, or else that of the equation around it.
+    """Returns the `users_line` of an equation, or else `outer_line`.
 
-    The latter is `outer_line`. If both are "", the result is "an unknown line".
+    `outer_line` is the line of the equation around it. If both lines are "", the result
+    is "an unknown line".
     """
     return users_line(eqn) or outer_line or "an unknown line"
 
@@ -53,7 +54,7 @@ def is_made_by_optax(eqn: JaxprEqn) -> bool:
 def _frames(eqn: JaxprEqn) -> list[str]:
     """Returns the frames that led to an equation, without JAX's own, innermost last.
 
-    There are at most 1000, Python's default limit on recursion.
+    At most 1000 frames are read, because this is Python's default limit on recursion.
     """
     summary = source_info_util.summarize(eqn.source_info, num_frames=1000)
     return summary.splitlines()
@@ -72,7 +73,8 @@ def _package_folder(package: str) -> str:
 def _shortened(frame: str) -> str:
     """Shortens a frame: `/home/me/model.py:12:8 (f)` becomes `model.py:12 (f)`.
 
-    Here `/home/me` is the current directory. Paths outside of it stay whole.
+    Here `/home/me` is the current directory. A path outside of the current directory
+    stays whole.
     """
     match = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((?:.*<locals>\.)?(.+)\)", frame)
     if match is None:

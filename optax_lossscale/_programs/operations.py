@@ -21,11 +21,12 @@ from optax_lossscale._programs.versions import name_of
 class Trait(Flag):
     """The traits of operations; an operation may have several.
 
-    Some operations only return numbers of their operands, so they compute the same in
-    any dtype. Their derivatives may not: a sum would lose digits in 16 bits. So if the
-    derivative is a sum, the operation runs in the dtype in which it was traced. If it
-    has a trait of `RUNS_AS_STORED`, it runs in the dtype in which its operands are
-    stored, even in 16 bits. An example of each trait:
+    Some operations only return numbers that their operands hold, so their results are
+    the same in any dtype that can hold these numbers. This need not be true of their
+    derivatives: a derivative that is a sum would lose digits in 16 bits. If the
+    derivative is a sum, the operation therefore runs in the dtype in which it was
+    traced. If the operation has a trait of `RUNS_AS_STORED`, it runs in the dtype in
+    which its operands are stored, even if that has 16 bits. An example of each trait:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -64,8 +65,8 @@ class Trait(Flag):
       CASTS: converts its operand to the dtype of its result.
       ADDS_TWO: adds or subtracts two operands, number by number.
       ADDS_MANY: sums many terms. In 16 bits, the last terms are lost once the sum is
-        large. A sum over devices also `SENDS`. It has only one term for each device, so
-        it runs in the dtype in which its operands are stored.
+        large. A sum over devices, which also `SENDS`, has only one term for each
+        device, so it runs in the dtype in which its operands are stored.
       REDUCES: combines the numbers along its `axes` into one.
       MULTIPLIES: multiplies two operands, number by number.
       DIVIDES: divides two operands, number by number.
@@ -89,16 +90,16 @@ class Trait(Flag):
         True.
       BRANCHES: runs one of its programs, chosen by an index.
       MAPS: runs its program on each device of a mesh.
-      JVP: holds a program with a user-defined derivative, as of `jax.custom_jvp`.
-      VJP: holds a program with a user-defined pullback, as of `jax.custom_vjp`. It runs
-        once, where it stands, and is never `CHEAP`: a nonlinear rule, such as one that
-        clips, must get the whole cotangent at once.
+      JVP: holds a program with a user-defined derivative, as `jax.custom_jvp` does.
+      VJP: holds a program with a user-defined pullback, as `jax.custom_vjp` does. It
+        runs once, where it stands, and is never `CHEAP`, because a nonlinear rule, such
+        as one that clips, must get the whole cotangent at once.
       CHEAP: takes at most one pass over its operands. Usually it takes none, because
         the compiler fuses it with the operations that read its results. So a backward
         pass may recompute the results instead of saving them.
     """
 
-    # --- how numbers are moved and chosen ---
+    # --- How numbers are moved and chosen ---
 
     MOVES = auto()
     SELECTS = auto()
@@ -112,7 +113,7 @@ class Trait(Flag):
     NAMES = auto()
     CASTS = auto()
 
-    # --- what is computed, and in which range ---
+    # --- What is computed, and in which range ---
 
     ADDS_TWO = auto()
     ADDS_MANY = auto()
@@ -126,7 +127,7 @@ class Trait(Flag):
     OUTER = auto()
     OF_BITS = auto()
 
-    # --- code, programs and cost ---
+    # --- Code, programs and cost ---
 
     OPAQUE = auto()
     EFFECTFUL = auto()
@@ -154,7 +155,8 @@ class Row(NamedTuple):
       terms: how `count_terms` in `_programs/work.py` counts the terms of a sum:
         "contracted", "kernel", "last", "updates", or the name of a parameter; None for
         one term.
-      formula: its role in the formula of a norm, for `_autocast/normalized.py`.
+      formula: the word for it in the formulas of means and norms, by which
+        `_autocast/normalized.py` recognizes them; None if it is in none of them.
       programs: the names of the parameters that hold the programs it runs, in the order
         in which they run; None for every parameter that holds a program.
     """
@@ -168,7 +170,7 @@ class Row(NamedTuple):
 def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
     """Builds a row from the names of traits and of the parameters that hold programs.
 
-    Traits that follow from others are added.
+    It adds the traits that follow from others.
     """
     traits = Trait(0)
     for name in trait_names.split():
@@ -183,11 +185,10 @@ def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
 UNKNOWN = Row(programs=None)
 """The row of an operation that is not in the table: nothing is assumed about it.
 
-`autocast` runs it in the dtypes in which it was traced. It never computes the products
-in the operation's programs in 16 bits, and never puts the operation into an island, the
-operations between two products that run in float32 as one unit. The reports assume that
-the operation runs every program among its parameters, and `dtype_report` lists it as
-one that it cannot look into.
+`autocast` runs the operation in the dtypes in which it was traced, leaves the products
+in its programs as they are, and keeps it out of islands (see `_autocast/__init__.py`).
+The reports assume that the operation runs every program among its parameters, and
+`dtype_report` lists it as one that it cannot look into.
 """
 
 # The names are those of primitives, as jaxprs print them: `lax.ragged_dot` is called

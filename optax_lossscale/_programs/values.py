@@ -98,9 +98,9 @@ def dtypes_in(values: Sequence[Any]) -> list[Any]:
 def lengths_of(array: Any) -> list[int]:
     """Returns the lengths of an array's axes; a symbolic length counts as 1024.
 
-    Lengths are symbolic where `jax.export` leaves an axis open, such as the batch. 1024
-    is a choice, so that such an axis counts as long. A token has no shape, and so no
-    axes.
+    Lengths are symbolic where `jax.export` leaves an axis open, such as the axis of the
+    batch. The value 1024 is a heuristic, with which such an axis counts as long. A
+    token has no shape, and so no axes.
     """
     shape = getattr(array, "shape", ())
     return [n if isinstance(n, int) else 1024 for n in shape]

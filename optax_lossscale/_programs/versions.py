@@ -2,9 +2,10 @@
 
 Jaxprs are internal to JAX, and their attributes change from release to release. If a
 new release breaks the library, look here first: attributes that are known to differ
-between the supported releases are read only in this file. A comment `since jax …` or
-`before jax …` names the release of a change where it is known. (An operation that only
-some releases have is listed in `operations.py` like any other.)
+between the supported releases are read only in this file. (Internal attributes that do
+not differ are read where they are needed, also in other files.) A comment
+`since jax …` or `before jax …` names the release of a change where it is known. An
+operation that only some releases have is listed in `operations.py` like any other.
 
 A jaxpr is open (`jax.extend.core.Jaxpr`), or closed, and then it also holds the values
 of its constants. Equations may hold either, so functions accept either: `AnyJaxpr`.
@@ -52,8 +53,8 @@ def argument_names(jaxpr: AnyJaxpr) -> Sequence[str]:
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """Returns the parameters of an equation's operation.
 
-    Some operations keep them in an object, which is the equation's parameter `_prim`.
-    `custom_root` does so since jax 0.12.
+    Some operations, such as `custom_root` since jax 0.12, keep their parameters in an
+    object, which is the equation's parameter `_prim`.
     """
     holder = eqn.params.get("_prim")
     return getattr(holder, "params", eqn.params)
@@ -72,8 +73,8 @@ def name_of(eqn: JaxprEqn) -> str:
 def scopes_of(eqn: JaxprEqn) -> list[str]:
     """Returns the names of the scopes around an equation, outermost first.
 
-    They are those of `jax.named_scope`. JAX stores transformations, such as `jvp`, in
-    the same stack; these are left out.
+    The scopes are those of `jax.named_scope`. JAX stores transformations, such as
+    `jvp`, in the same stack, but these are left out.
     """
     entries = eqn.source_info.name_stack.stack
     return [entry.name for entry in entries if type(entry).__name__ == "Scope"]
@@ -96,7 +97,7 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns how many operands of a `scan` are constants, and how many its carry."""
+    """Returns how many operands of a `scan` are constants, and how many are carried."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -106,7 +107,7 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def mapped_axes(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Returns the mesh axes that this `shard_map` maps, without those of outer ones."""
+    """Returns the mesh axes that a `shard_map` itself maps, not those of outer ones."""
     if "manual_axes" in eqn.params:  # before jax 0.10
         return tuple(eqn.params["manual_axes"])
     return tuple(eqn.params["newly_manual_axes"])

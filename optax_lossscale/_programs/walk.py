@@ -2,10 +2,10 @@
 
 - `programs_in(eqn)` lists the programs that an equation runs, if the table of
   operations names them. For an unknown operation, it lists all that the equation holds.
-- `result_programs(eqn)` lists those that compute its results. Only the condition of a
-  `while` computes none.
-- `first_inner_operand(eqn)` is the position of the first operand that these programs
-  get as an argument.
+- `result_programs(eqn)` lists those of them that compute the equation's results: all
+  but the condition of a `while`.
+- `first_inner_operand(eqn)` is the position of the first operand that the
+  `result_programs` get as an argument.
 - `carry_positions(eqn)` is the range of the operands that a loop carries from one
   iteration to the next.
 
@@ -86,8 +86,8 @@ def carry_positions(eqn: JaxprEqn) -> range:
     """Returns the positions of a loop's carry among its operands; empty if no loop.
 
     The operands of a `scan` are its constants, its carry and the arrays that it scans.
-    Those of a `while` are the constants of its condition, those of its body, and its
-    carry.
+    The operands of a `while` are the constants of its condition, the constants of its
+    body, and its carry.
     """
     if Trait.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
@@ -99,12 +99,12 @@ def carry_positions(eqn: JaxprEqn) -> range:
 
 
 def producers_in(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """Returns each result with its producer, the equation that computes it, in order."""
+    """Returns the producer of each result, the equation that computes it, in order."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def needed_for(values: Iterable[Any], producers: Mapping[Var, JaxprEqn]) -> set[Var]:
-    """Returns the variables among `values`, and all that they are computed from.
+    """Returns the variables among `values`, and all from which they are computed.
 
     Args:
       values: variables, and literals, which are ignored.

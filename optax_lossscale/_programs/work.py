@@ -1,9 +1,9 @@
 """Which equations are products, which are cheap, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums. An outer
-product does not count, because it sums nothing. Nor does an inner product, or a batch
-of them: every axis of its operands is summed over or is a batch axis, so it multiplies
-each number only once.
+product does not count, because it sums nothing. Nor does an inner product or a batch of
+inner products: every axis of the operands is summed over or is a batch axis, so each
+number is multiplied only once.
 
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms
@@ -28,8 +28,8 @@ from optax_lossscale._programs.walk import programs_in
 def is_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution that sums.
 
-    An inner product is not, whether it returns a single number, or one for each index
-    of a batch.
+    An inner product does not count, whether it returns a single number, or one number
+    for each index of a batch.
     """
     if Trait.PRODUCT not in traits(eqn):
         return False
@@ -61,7 +61,7 @@ def _is_cheap_program(program: AnyJaxpr) -> bool:
 
 
 def asks_for_highest(eqn: JaxprEqn) -> bool:
-    """Whether a product has HIGHEST precision or an algorithm, so must not be changed.
+    """Whether a product has HIGHEST precision or an algorithm, and must stay as it is.
 
     Either may come from the call or from the default precision around it. In the
     equation, JAX stores a precision as a pair, with one entry per operand, and an
@@ -76,8 +76,8 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 def count_results(eqn: JaxprEqn) -> int:
     """Counts the results that a product computes, each a sum of `count_terms` terms.
 
-    If some terms cost no multiplication, it counts fewer results, so that results times
-    terms is still about the number of multiplications.
+    If some terms cost no multiplication, it counts fewer results. The number of results
+    times the number of terms is then still about the number of multiplications.
     """
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
