@@ -81,7 +81,7 @@ class Trial:
         return np.concatenate(flags)
 
     def _shows_skip(self, loss_scale: LossScale) -> bool:
-        """Whether a step returns this loss scale if skipped, and another one if applied."""
+        """Whether a step returns this loss scale if it is skipped, and only then."""
         if_skipped, if_applied = self.adjusted
         return loss_scale == if_skipped and loss_scale != if_applied
 
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether some output reports that the step was skipped, and none contradicts."""
+        """Whether there are `applied_flags`, and all say that the step was skipped."""
         return not self.is_silent and not np.any(self.applied_flags)
 
     def returns_only(self, loss_scale: LossScale) -> bool:
