@@ -1,7 +1,9 @@
 """Assertions about training steps, for your own tests.
 
-Call each one with the step that you train with, its initial arguments and a small
-batch, for example in a test for pytest::
+A training step that handles dtypes or the loss scale wrongly may raise no error and
+still train, but more slowly, to a worse result, or only until the first overflow. These
+assertions find such mistakes. Call each one with the step that you train with, its
+initial arguments and a small batch, for example in a test for pytest::
 
     def test_train_step():
         ols.testing.assert_scale_invariant(train_step, params, state, batch)
@@ -29,12 +31,13 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # - If it was applied, the outputs must be the same at all loss scales, except where
 #   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales,
 #   and `_dependence.py` finds differences that underflow does not explain.
-# `assert_scale_invariant` checks both. `assert_survives_overflow` checks skipped steps
-# only. It also checks that devices hold equal copies, and that the state comes back.
+# `assert_scale_invariant` checks both, and also master weights, and a step at which the
+# loss scale grows. `assert_survives_overflow` checks only the first, but also with a
+# NaN in the batch, and checks that devices hold equal copies and the state comes back.
 #
 # Each check is a function that returns the text of an error, or "" if it finds nothing.
-# An assertion raises the first text that is not empty, since one mistake often causes
-# what several checks find. So a new check goes into `_first_fault` or
+# One mistake often causes what several checks find, so an assertion raises only the
+# first text that is not empty. A new check goes into `_first_fault` or
 # `assert_survives_overflow`, before the checks that may find consequences of its fault.
 
 from optax_lossscale._arrays.names import make_public

@@ -13,21 +13,21 @@ for the new value of an argument by one of four rules. The first two match singl
 arrays:
 
 1. The output changes much as the argument does, has its size, and has a similar place
-   in its tree. Losses and predictions seldom do. A loss that an argument multiplies
-   may, and so may an autoencoder's prediction.
+   in its tree. Losses and predictions rarely meet all three conditions. Exceptions may
+   be a loss that an argument multiplies, and an autoencoder's prediction.
 2. The output depends on the argument in the same position, has its size, and is not
-   changed by an overflow. An example is the hidden state of a recurrent layer: the
-   layer may rotate it, so that the two changes are not alike.
+   changed by an overflow. An example is the hidden state of a recurrent layer, which
+   the layer may rotate, so that the two changes are not alike.
 
 The other two match trees with the same structure, that is, with arrays of the same
 sizes in the same places:
 
-3. An output in one tree was matched with the argument in its place in the other. Then
-   all outputs in the tree are new values.
+3. If an output in one tree was matched with the argument in its place in the other, all
+   outputs in the tree are new values.
 4. The two trees have the structure of trees that rule 3 matched, or hold the counts of
    an optimizer. An example is an average of parameters whose first update replaces it
-   by a copy of them. That output does not depend on the old average, so rules 1 and 2
-   do not find it.
+   by a copy of the parameters. The copy does not depend on the old average, so rules 1
+   and 2 do not find it.
 
 A wrong match makes an assertion reject a correct step, until the user lists the output
 in `ignore`. A missing match makes it accept a wrong step. For example, no rule finds a
@@ -49,16 +49,18 @@ from optax_lossscale.testing._trial import Trial
 Carry = dict[Path, Path]
 
 # Three thresholds compare the change of an argument and the change of an output that it
-# causes. All are chosen.
+# causes. All are heuristics.
 
-# The cosine of the angle between the two, here 60 degrees
+# The cosine of the angle between the two is to be above this, so the angle is to be
+# below 60 degrees.
 _MIN_COSINE = 0.5
-# The result of `_similarity`. A moving average that keeps the share d of its old value
-# has 2d / (1 + d²), which is above 0.1 for each d from 0.06 on.
+# The result of `_similarity` is to be above this. For a moving average that keeps the
+# share d of its old value, the result is 2d / (1 + d²), which is above 0.1 for each d
+# from 0.06 on.
 _MIN_SIMILARITY = 0.1
-# The ratio of their norms. Rounding in float32 changes a number by up to 2**-24 of it,
-# which is 1e-6 of the change by about 2**-4 that an argument undergoes. This is 100
-# times as much.
+# The ratio of their norms is to be above this. Rounding in float32 changes a number by
+# up to 2**-24 of it, and an experiment changes an argument by about 2**-4 of it. So
+# rounding makes a ratio of at most 1e-6, and the threshold is 100 times as much.
 _MIN_DEPENDENCE = 1e-4
 
 
@@ -76,7 +78,7 @@ class Score(NamedTuple):
     similarity: float
 
 
-# By the paths of an output and an argument
+# The scores of outputs with arguments, by the paths of both
 _Scores = dict[tuple[Path, Path], Score]
 # The paths and sizes of all arrays in a tree
 _Structure = frozenset[tuple[Path, int]]
@@ -86,7 +88,7 @@ def find_carry(experiment: Experiment) -> Carry:
     """Finds all outputs that are new values of arguments.
 
     Raises a `ValueError` if there are none, and the step is silent: it returns neither
-    a loss scale nor a `LossScaleState`.
+    a loss scale that adapts nor a `LossScaleState`.
     """
     baseline = experiment.baseline
     scores = _scores(experiment.perturbed_pairs)
@@ -207,9 +209,9 @@ def _is_in_position(output: Path, argument: Path, experiment: Experiment) -> boo
     """Whether an output has an argument's position and is not changed by an overflow.
 
     Steps usually return their carry in the order of their arguments. So an output that
-    depends on the argument in its position is taken for its new value, unless it is
-    computed from gradients, as an overflow shows by changing it. Single numbers are
-    excluded, because they may be losses.
+    depends on the argument in its position is taken for that argument's new value,
+    unless an overflow changes the output, which shows that it is computed from
+    gradients. Single numbers are excluded, because they may be losses.
     """
     without_overflow = experiment.baseline.output_fingerprints[output]
     overflow_trial = experiment.overflow_trials[-1]

@@ -5,7 +5,7 @@ The assertion reads the products in the `dtype_report` of the step. A product li
     float16→float32 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
 
 computes in float32, because one of its operands is float32. If `dtype` is float16, the
-error lists it.
+error lists this product.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ def assert_computes_in(
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may still compute in float32: a single
-    float32 input is enough. The loss does not reveal it, only the time that a step
+    float32 input is enough. The loss does not reveal this, only the time that a step
     takes. Put this assertion into your tests, so that they fail when a new layer or
-    input widens the products after it. The step is traced, but neither compiled nor
+    input widens the products that follow. The step is traced, but neither compiled nor
     run, so shapes are enough.
 
     The assertion checks every product that `dtype_report` lists, except:
@@ -36,8 +36,8 @@ def assert_computes_in(
     - products in Optax's own optimizers, such as Muon, and
     - products that are meant to stay wide, because their `precision` is
       `jax.lax.Precision.HIGHEST` or an algorithm, or because your code computes them
-      under `jax.default_matmul_precision("highest")`. If you call the assertion itself
-      under such a default, it does not count, because it would exempt every product.
+      under `jax.default_matmul_precision("highest")`. Such a default does not count if
+      you call the assertion itself under it, because it would exempt every product.
 
     Args:
       step: the training step, compiled or not, or any other function that JAX can
@@ -51,8 +51,8 @@ def assert_computes_in(
       AssertionError: if products or convolutions compute in another dtype. The error
         names your source lines that compute them, with their share of the
         multiplications.
-      ValueError: if there are no products to check, or if `dtype` is not a
-        floating-point dtype.
+      ValueError: if there are no products to check.
+      ValueError: if `dtype` is not a floating-point dtype.
       TypeError: if `step` is not a function.
 
     Example:
@@ -92,7 +92,8 @@ def assert_computes_in(
 def _is_checked(product: Operation, dtype: np.dtype) -> bool:
     """Whether the assertion requires a product to compute in `dtype`.
 
-    Products of integers need not, nor need those that have another dtype by choice.
+    Products of integers do not have to, and neither do products that have another dtype
+    by choice.
     """
     if product.by_choice:
         return product.dtype == dtype

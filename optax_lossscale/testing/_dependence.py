@@ -29,18 +29,20 @@ from optax_lossscale.testing._sweep import Sweep
 # The powers that a gradient, its square and its root follow if the gradient is divided
 # or multiplied by the loss scale. If an output follows several, the first counts.
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
-# The largest relative difference of two neighbouring slopes on a straight line. Chosen:
-# rounding in float16 may cause any slopes, but hardly ever three in a row this close.
+# The largest relative difference of two neighbouring slopes on a straight line. A
+# heuristic: rounding in float16 may cause any slopes, but hardly ever three in a row
+# that are as close as this.
 _SLOPE_TOLERANCE = 0.02
-# How many exponents below the highest loss scale the outputs of a float16 step are
-# compared. Chosen: it is half of the 40 exponents between overflow, at 2**16, and the
-# smallest float16 number, 2**-24. If the largest gradient nearly overflows at the
-# highest scale, only those more than 2**20 times smaller become zero down to here.
+# Down to how many exponents below the highest loss scale the outputs of a float16 step
+# are compared. A heuristic: half of the 40 exponents between overflow, at 2**16, and
+# the smallest float16 number, 2**-24. If the largest gradient nearly overflows at the
+# highest scale, only gradients that are more than 2**20 times smaller become zero above
+# the lowest scale that is compared, or at it.
 _REACH = 20
 # A change between two neighbouring scales may be caused by underflow if it is at most
 # this share of the output's largest change between lower scales. The rounding errors of
 # numbers that underflow grow 4 or 8 times from one scale of a sweep to the next, so a
-# share of about 1/4 is to be expected. Chosen, with room for chance.
+# share of about 1/4 is to be expected. The value leaves room for chance.
 _UNDERFLOW_SHARE = 2 / 3
 
 

@@ -42,11 +42,11 @@ T = TypeVar("T")
 # The first key in the path of whatever the step returns
 RESULT = DictKey("result")
 # 2**126 is the largest power of two whose reciprocal, 2**-126, is a normal float32
-# number. At it, gradients of 4 and more overflow even in float32.
+# number. At this loss scale, gradients of 4 or more overflow even in float32.
 _HIGH_EXPONENT = 126
-# By how much a number is perturbed, relative to it, or absolute for a zero; times 0.5
-# to 1.5, which makes 3% to 9%. Chosen far above 0.8%, the largest relative difference
-# of neighbouring numbers in bfloat16.
+# How much a number is perturbed, relative to its size, or absolute for a zero. This is
+# multiplied by a random number from 0.5 to 1.5, so the change is 3% to 9%: at least 4
+# times 0.8%, the largest relative difference of neighbouring numbers in bfloat16.
 _PERTURBATION = 2.0**-4
 
 
@@ -81,8 +81,8 @@ class Experiment:
         loss_scales = loss_scales_in(self._arguments)
         adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
-        # Fixed loss scales have no value that a trial could replace. Beside an adaptive
-        # one they are disregarded; without one, the first stands for all.
+        # Fixed loss scales have no value that a trial could replace. They are
+        # disregarded beside one that adapts; if none does, the first stands for all.
         candidates = adaptive or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(candidates))
         states = nodes_in(self._arguments, _is_state)
@@ -252,7 +252,7 @@ class Experiment:
 
 
 def log2_of(loss_scale: LossScale) -> float:
-    """Computes the log2 of a loss scale; if replicas have their own, of the highest."""
+    """Computes the log2 of a loss scale, or of the highest one if replicas differ."""
     return float(np.log2(np.max(loss_scale.loss_scale)))
 
 

@@ -1,12 +1,13 @@
 """The numbers in a step's arguments and outputs, as flat NumPy arrays on the host.
 
 The assertions compare the outputs of a step at different loss scales. The loss scale
-itself is meant to differ, so `arrays_in` excludes it. Only its type counts: an array
-elsewhere that has the same value, a similar name or the same buffer is not excluded.
+itself is meant to differ, so `arrays_in` excludes it, and knows it by its type alone:
+an array elsewhere that has the same value, a similar name or the same buffer is not
+excluded.
 
-Large arrays are not kept in full, because an assertion keeps those of many runs.
-`sample` returns at most 2**16 of their numbers, to tell by how much an array changes,
-and `fingerprint` hashes all of them, to tell whether it changes at all.
+An assertion keeps arrays of many runs, so it does not keep large ones in full. `sample`
+returns at most 2**16 numbers of an array, which tell by how much the array changes.
+`fingerprint` hashes all of its numbers, which tells whether it changes at all.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ def arrays_in(tree: Any) -> dict[Path, Any]:
 
 
 def _is_numeric(x: Any) -> bool:
-    """Whether an array holds numbers or bools, rather than PRNG keys, text or objects."""
+    """Whether an array holds numbers or bools, and not PRNG keys, text or objects."""
     dtype = dtype_of(x)
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
@@ -86,8 +87,8 @@ def flat(x: Any) -> np.ndarray:
 def sample(x: Any) -> np.ndarray:
     """Returns at most 2**16 of an array's numbers, in the form that `flat` returns.
 
-    A larger array is read at a regular stride. The stride depends on the array's size
-    alone, so the samples of an array from two runs hold the same elements.
+    A larger array is read at a regular stride, which depends on the array's size alone,
+    so the samples of an array from two runs hold the same elements.
     """
     numbers = flat(x)
     stride = -(-numbers.size // _MAX_SAMPLE)
@@ -124,7 +125,7 @@ def is_finite(x: np.ndarray) -> bool:
 def difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Computes x - y, with 0 in place of each infinity and NaN in the result.
 
-    So a number that becomes infinite or NaN does not count as a change.
+    As a result, a number that becomes infinite or NaN does not count as a change.
     """
     with np.errstate(invalid="ignore"):
         return _finite(x - y)
@@ -151,7 +152,8 @@ def replicas_differ(tree: Any) -> bool:
         copies = {}
         for shard in getattr(x, "addressable_shards", ()):
             copy = fingerprint(shard.data)
-            # The index tells which shard it is. Slices are not hashable in Python 3.11.
+            # The index tells which shard this is. As it consists of slices, which are
+            # not hashable in Python 3.11, its text is the key.
             first_copy = copies.setdefault(str(shard.index), copy)
             if copy != first_copy:
                 return True

@@ -1,9 +1,9 @@
-"""`assert_survives_overflow`: an overflow, or a NaN in the batch, spoils no later step.
+"""`assert_survives_overflow`: no overflow, or NaN in the batch, spoils a later step.
 
 The step is run where it should be skipped: at loss scales so large that gradients
-overflow, and with a NaN in its batch. Then its carry, which is what the next step gets
-from it, such as parameters and moments, should come back unchanged. `_carry.py`
-explains how the carry is found.
+overflow, and with a NaN in its batch. Its *carry*, that is, what it passes on to the
+next step, such as parameters and moments, should come back unchanged from such a run.
+`_carry.py` explains how the carry is found.
 
 Each private function that reports a fault returns the text of the error, or an empty
 string if there is no such fault.
@@ -41,9 +41,9 @@ def assert_survives_overflow(
     """Raises if an overflow, or a NaN in the batch, spoils what a step passes on.
 
     One bad step is enough to ruin a run: a NaN that gets into batch statistics, a
-    hidden state or an average of the parameters stays there. This assertion finds those
-    that are updated without `where_applied`, replicas of `shard_map` that drift apart,
-    and steps that are not skipped at all. Put it into your tests beside
+    hidden state or an average of the parameters stays there. This assertion finds such
+    arrays that are updated without `where_applied`, replicas of `shard_map` that drift
+    apart, and steps that are not skipped at all. Put it into your tests beside
     `assert_scale_invariant`, with the same arguments.
 
     A step whose gradients overflow must be skipped:
@@ -60,7 +60,7 @@ def assert_survives_overflow(
     change.
 
     The batch is assumed to be the first array of floats among the arguments that is not
-    passed on, leaving out single numbers. So let constants, such as class weights, come
+    passed on, leaving out single numbers, so let constants, such as class weights, come
     after the batch. (JAX orders dicts and keyword arguments by name.) If there is no
     such array, as with a batch of tokens, no NaN is tried.
 
@@ -91,16 +91,19 @@ def assert_survives_overflow(
         has an argument named `ignore`, bind it with `functools.partial`.
 
     Raises:
-      AssertionError: if an overflow or a NaN changes what is passed on to the next
-        step, if the skip is not counted or the loss scale not adapted, or if replicas
-        differ. The error names the outputs concerned, if any, and suggests a fix.
+      AssertionError: if a skipped step changes what is passed on to the next step, or
+        if a NaN in the batch makes it infinite or NaN. This error, like the next two,
+        names the outputs concerned, if any, and suggests a fix.
+      AssertionError: if the step is not skipped at an overflow, the skip is not
+        counted, or the loss scale does not adapt.
+      AssertionError: if the optimizer's state does not come back, or replicas differ.
       ValueError: if the arguments hold no loss scale, or several.
       ValueError: if the step passes neither an array of floats nor a loss scale on to
         the next step. Let it return its new parameters and state.
       ValueError: if `ignore` names something that is not an output. The error lists the
         outputs.
-      TypeError: if the arguments are traced, or the step has an argument named
-        `ignore` that is not bound.
+      TypeError: if the arguments are traced.
+      TypeError: if the step has an argument named `ignore` that is not bound.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -117,7 +120,7 @@ def assert_survives_overflow(
           ...
       AssertionError: the step does not survive an overflow, or its devices drift apart. At...
 
-      The error names `result[1]`, the mean. Instead of it, a correct step returns
+      The error names `result[1]`, the mean. In its place, a correct step returns
       `ols.where_applied(state, 0.9 * mean + 0.1 * jnp.mean(x), mean)`.
     """
     check_keywords(step, ["ignore"], args)
@@ -194,8 +197,8 @@ def _nan_not_skipped(
 def _batch_in(experiment: Experiment, carry: Carry) -> Path | None:
     """Returns the path of the argument that is assumed to be the batch, or None.
 
-    It is the first array of floats that is not in the carry. Single numbers and empty
-    arrays are passed over.
+    This is the first array of floats that is not in the carry, leaving out single
+    numbers and empty arrays.
     """
     in_carry = set(carry.values())
     for path, x in experiment.floats.items():
@@ -208,7 +211,7 @@ _HEADLINE = "the step does not survive an overflow, or its devices drift apart."
 _CHANGED_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
 _DIVERGED = "Devices hold copies of these outputs that differ:"
 _DIVERGED_REMEDY = """\
-So each device applies its own gradients, or decides from them alone whether to skip the step.
+Each device applies its own gradients, or decides from them alone whether to skip the step.
 - Before anything else, average the gradients over all devices: jax.lax.pmean(grads, axis_name).
 - Let all devices decide together: with_loss_scale(optimizer, axis_name=axis_name)."""
 _NOT_RETURNED = """\

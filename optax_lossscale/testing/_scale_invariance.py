@@ -5,8 +5,8 @@ The step is run in three situations, in which a correct step does the following:
 - At falling loss scales, from a high one at which the step is applied, each output
   stays the same.
 - At loss scales at which gradients overflow, the step is skipped.
-- At a step at which the loss scale grows, the outputs are the same as at one that
-  begins with the same scale, but at which it does not grow.
+- At a step at which the loss scale grows, the outputs are the same as at a step that
+  begins with the same scale, but does not let it grow.
 
 The float32 weights of `with_master_weights` are also compared with the float16
 parameters, which must be what these weights round to.
@@ -50,12 +50,12 @@ from optax_lossscale.testing._sweep import (
 )
 from optax_lossscale.testing._trial import Trial
 
-# The least number of the 13 loss scales of a sweep at which the step must be applied.
-# Chosen: `powers_followed` compares 4 neighbours, and a change at a high scale is
-# explained by changes at lower ones.
+# The least number of the 13 loss scales of a sweep at which the step must be applied. A
+# heuristic: `powers_followed` compares 4 neighbours, and `unexplained_changes` compares
+# a change at a high scale with changes at lower ones.
 _MIN_APPLIED = 8
-# How many steps ahead to look for a growth of the loss scale. Chosen: it is 50 times
-# the 2000 steps between two growths of a `DynamicLossScale`.
+# How many steps ahead to look for a growth of the loss scale. A heuristic: 50 times the
+# 2000 steps between two growths of a `DynamicLossScale`.
 _MAX_STEPS_TO_GROWTH = 100_000
 # The field of a `MasterWeightsState`, as a key in the paths of its arrays
 _MASTER_WEIGHTS = GetAttrKey("master_weights")
@@ -77,7 +77,8 @@ def assert_scale_invariant(
     gradients. Put this assertion into your tests, with the step that you train with,
     its initial state and a small batch.
 
-    The step is run about 35 times on copies of its arguments:
+    The step is run on copies of its arguments: about 30 times, and twice more for each
+    argument that holds arrays of floats.
 
     - At falling loss scales, all powers of two, the assertion looks for outputs that
       follow a power of the scale, such as a norm of scaled gradients, or that change in
@@ -87,6 +88,8 @@ def assert_scale_invariant(
       on.
     - Where the loss scale grows, it looks for gradients that are unscaled by the new
       scale instead of the old one.
+    - With small changes to one argument at a time, it looks for what the step passes on
+      to the next step, and whether a skipped step changes this.
 
     The outputs are all numbers and bools that the step returns or changes in place,
     except for the loss scale, also where `metrics` returns it, and the state of a skip
@@ -107,10 +110,12 @@ def assert_scale_invariant(
         has an argument named `ignore`, bind it with `functools.partial`.
 
     Raises:
-      AssertionError: if an output depends on the loss scale, an overflow is not
-        skipped, the loss scale does not adapt, or master weights are lost. The error
-        names the outputs concerned, if any, gives the reason, and suggests a fix. If
-        there are several faults, it reports only the first.
+      AssertionError: if an output depends on the loss scale. This error, like the next
+        two, names the outputs concerned, if any, gives the reason, and suggests a fix.
+        If there are several faults, only the first is reported.
+      AssertionError: if a step at which gradients overflow is not skipped, changes what
+        is passed on to the next step, or does not adapt the loss scale.
+      AssertionError: if the master weights no longer round to the parameters.
       ValueError: if the arguments hold no loss scale, or several.
       ValueError: if the loss scale is a `FixedLossScale`, which compiled steps hold as
         a constant. Test the step with one that adapts, such as `DynamicLossScale()`.
@@ -122,8 +127,8 @@ def assert_scale_invariant(
         the next step. Let it return its new parameters and state.
       ValueError: if `ignore` names something that is not an output. The error lists the
         outputs.
-      TypeError: if the arguments are traced, or the step has an argument named
-        `ignore` that is not bound.
+      TypeError: if the arguments are traced.
+      TypeError: if the step has an argument named `ignore` that is not bound.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -210,8 +215,8 @@ def _is_from_gradients(path: Path, trials: Iterable[Trial]) -> bool:
     """Whether an output is computed from gradients, as trials at several scales show.
 
     Such an output differs between trials, because it is not updated where gradients
-    overflow. One that never differs, such as the mean of a batch, is computed without
-    them.
+    overflow. An output that never differs, such as the mean of a batch, is computed
+    without gradients.
     """
     fingerprints = [trial.output_fingerprints for trial in trials]
     distinct = {x[path] for x in fingerprints if path in x}
@@ -221,8 +226,9 @@ def _is_from_gradients(path: Path, trials: Iterable[Trial]) -> bool:
 def _divided_twice(powers: Mapping[Path, float]) -> str:
     """Reports gradients that are divided by the loss scale once too often.
 
-    Then most of the outputs that follow a power of the scale follow a negative one. A
-    few do so even if gradients are left scaled, because of Adam's epsilon.
+    If they are, most of the outputs that follow a power of the scale follow a negative
+    one. A few follow a negative power even if gradients are left scaled, because of
+    Adam's epsilon.
     """
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
@@ -236,8 +242,8 @@ def _still_scaled(
     highest: Trial,
 ) -> str:
     """Reports outputs that are computed from scaled gradients."""
-    # If the step is silent, that is, if it returns neither a loss scale nor a
-    # `LossScaleState`, a change may only mean that the step was skipped.
+    # A silent step does not show whether it was skipped (see `Trial.is_silent`), so a
+    # change may only mean that it was.
     changes = {} if highest.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
@@ -259,7 +265,7 @@ def _not_finite(
     highest: Trial,
     carry: Carry,
 ) -> str:
-    """Reports outputs that are not finite, although the arguments they update are."""
+    """Reports outputs that are not finite, but update arguments that are finite."""
     not_finite = [
         output
         for output, argument in carry.items()
@@ -276,10 +282,10 @@ def _master_weights_lost(
 ) -> str:
     """Reports float32 master weights that do not round to the float16 parameters.
 
-    Nothing says which weights belong to which parameter. So they are compared with each
-    float16 array of the same size in the carry, and one of these has to match. With
-    bfloat16, the state holds only the 16 bits that a parameter lacks, which fit any
-    parameter.
+    As nothing says which weights belong to which parameter, weights are compared with
+    each float16 array of the same size in the carry, and one of these has to match.
+    With bfloat16, the state holds only the 16 bits that a parameter lacks, which fit
+    any parameter.
     """
     outputs = highest.outputs
     sizes = {path: x.size for path, x in highest.output_fingerprints.items()}
@@ -338,7 +344,7 @@ def _differ(
 def _before_growth(loss_scale: LossScale) -> LossScale:
     """Advances a loss scale by finite steps until one more would change it.
 
-    It stops after 100,000 steps if none of these changes the loss scale.
+    If none of 100,000 steps changes the loss scale, it is returned as it is after them.
     """
 
     def is_steady(carry):
@@ -362,8 +368,8 @@ _BY_A_CHANGE = (
     "These outputs change as the loss scale rises, and underflow does not explain it:"
 )
 _AT_GROWTH = """\
-At a step at which the loss scale grows, these differ from those at the same loss scale
-without growth:"""
+At a step at which the loss scale grows, these outputs differ from what they are at the same loss
+scale without growth:"""
 _NOT_FINITE = "Some gradients overflow, but the step is applied, and these become infinite or NaN:"
 _LOST = "These float32 copies of with_master_weights no longer match the parameters:"
 
@@ -385,13 +391,13 @@ So they come from gradients that are still multiplied by the loss scale.
 - To log the loss scale, return ols.metrics(state).
 - In ignore=, name other outputs that are meant to depend on the loss scale."""
 _AT_GROWTH_REMEDY = """\
-So gradients are unscaled by the new loss scale. Unscale them by the scale that the loss was
-multiplied by. It is in the state that the step is given. Adapt it afterwards."""
+Gradients are unscaled by the new loss scale. Unscale them by the scale that the loss was
+multiplied by, which is in the state that the step is given. Adapt it afterwards."""
 _RARELY_APPLIED = """\
-It is skipped at all but {times} loss scales, although its outputs are finite. So gradients are
-multiplied by another scale than that of the state that the step is given, such as the scale of
+It is skipped at all but {times} loss scales, although its outputs are finite, so gradients are
+multiplied by another scale than the one in the state that the step is given, such as the scale of
 another optimizer or an older state. Use value_and_scaled_grad(loss_fn, state) inside the step."""
 _LOST_REMEDY = """\
-So something changes the updates of with_master_weights, and each step loses the digits that the
+Something changes the updates of with_master_weights, so each step loses the digits that the
 parameters cannot hold. Let nothing come after it, not even a transformation of your own. Wrap the
 whole optimizer, as in with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""

@@ -2,9 +2,9 @@
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
 its carry, that is, of what it passes on to the next step, as it was. At an infinite
-loss scale all gradients but zeros overflow. A step that is applied even there does not
-multiply by its loss scale, replaces infinities before they are checked, checks nothing,
-or has gradients that are all zero.
+loss scale, all gradients but zeros overflow. So a step that is applied even there does
+not multiply by its loss scale, replaces infinities before they are checked, checks
+nothing, or has gradients that are all zero.
 
 A function that reports a fault returns the text of the error, which names the outputs
 concerned and suggests a fix. If there is no such fault, it returns an empty string.
@@ -19,10 +19,10 @@ from optax_lossscale.testing._trial import Trial
 
 
 def scale_not_adapted(overflow_trials: list[Trial]) -> str:
-    """Reports a step that does not adapt its loss scale, so that the next one overflows.
+    """Reports a step that does not adapt its loss scale, so the next overflows as well.
 
-    Such a step returns the loss scale that it was given, or it returns the same one
-    whatever it was given.
+    Such a step returns the loss scale that it was given, or the same one whatever it
+    was given.
     """
     is_reset = _is_reset(overflow_trials[0], overflow_trials[-1])
     if is_reset or any(map(_keeps_scale, overflow_trials)):
@@ -41,7 +41,7 @@ def _is_reset(first: Trial, last: Trial) -> bool:
 
 
 def _keeps_scale(trial: Trial) -> bool:
-    """Whether a step returns the loss scale that it was given, but should adapt it."""
+    """Whether a step returns the loss scale that it was given, but should change it."""
     if_skipped, if_applied = trial.adjusted
     expected = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
     return trial.returns_only(trial.loss_scale) and trial.loss_scale not in expected
@@ -50,8 +50,9 @@ def _keeps_scale(trial: Trial) -> bool:
 def carry_not_kept(experiment: Experiment, carry: Carry) -> str:
     """Reports a skipped step that changes its carry.
 
-    A silent step, which returns neither a loss scale nor a `LossScaleState`, does not
-    show whether it was skipped. At an infinite loss scale it should have been.
+    A silent step, which returns neither a loss scale that adapts nor a
+    `LossScaleState`, does not show whether it was skipped. At an infinite loss scale,
+    it should have been.
     """
     for trial in experiment.possibly_skipped:
         should_be_skipped = trial.is_silent and trial.is_infinite
@@ -80,7 +81,7 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
     Args:
       experiment: runs the step.
       finite_trial: a trial at a finite loss scale.
-      carry: the outputs that the description may name.
+      carry: the outputs that the error may name.
     """
     trial = experiment.overflow_trials[-1]
     says_applied = trial.was_applied and not trial.is_silent
@@ -97,9 +98,9 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
 def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
     """Whether the step may be correct although it is applied at an infinite loss scale.
 
-    A step with a fixed loss scale of 1 may omit the multiplication by it. If such a
-    step is skipped when a parameter or another argument in the carry holds a NaN, it
-    does check its gradients, and nothing is wrong.
+    A step with a fixed loss scale of 1 may omit the multiplication by 1. If such a step
+    is skipped when a parameter or another argument in the carry holds a NaN, it does
+    check its gradients, and nothing is wrong.
     """
     if experiment.loss_scale != FixedLossScale(1):
         return False
@@ -131,7 +132,7 @@ One of these is the reason:
 - Nothing is checked, because of skip=None and a fixed loss scale. Use skip="nonfinite".
 - All gradients are zero. Give the step a batch that it learns from."""
 _NOT_ADAPTED = """\
-Gradients overflow, and the loss scale comes back as it was given, or as it was at first. So the
+Gradients overflow, but the loss scale comes back as it was given, or as it was at first, so the
 next step overflows, too. One of these is the reason:
 - The step returns an older state or loss scale. Instead, return the state with its loss scale, as
   tx.apply_gradients or tx.minimize returned it.

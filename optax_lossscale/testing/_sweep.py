@@ -1,11 +1,13 @@
 """A sweep runs a step at falling loss scales and collects its outputs.
 
-It begins at the highest loss scale at which the step is applied, or at 2**30 if the
-step computes in a dtype of wide range, such as float32. From there, it divides the
+All of these scales are powers of two. Multiplying a float by a power of two changes
+only its exponent, unless the float overflows or underflows. Apart from that, no digit
+of a correct step's gradients depends on the scale, and neither do its outputs.
+
+The sweep begins at the highest loss scale at which the step is applied, or at 2**30 if
+the step computes in a dtype of wide range, such as float32. From there, it divides the
 scale by 4 and by 8 in turn: a float16 step that is applied up to 2**15 is run at 2**15,
-2**13, 2**10, 2**8 and so on. Multiplying a float by a power of two changes only its
-exponent, unless the float overflows or underflows. Apart from that, no digit of a
-correct step's gradients depends on the scale.
+2**13, 2**10, 2**8 and so on.
 """
 
 import bisect
@@ -22,23 +24,26 @@ from optax_lossscale.testing._trial import Trial
 # If all distances were equal, the rounding error of a number such as 1/3, in which
 # every second bit is set, could follow the loss scale.
 _OFFSETS = [5 * i // 2 for i in range(13)]
-# Of a loss scale at which all gradients in float16 become 0: times 2**-125, they are
-# far below 2**-25, half of float16's smallest number. Hardly any scale is lower, as
-# 2**-126 is the smallest normal float32 number.
+# The exponent of a loss scale at which all gradients in float16 become 0: multiplied by
+# 2**-125, they are far below 2**-25, half of float16's smallest number. A loss scale
+# can hardly be lower, because the smallest normal float32 number is 2**-126.
 LOWEST_EXPONENT = -125
-# A step that is applied even at 2**90 is taken to compute in float32 or bfloat16: in
-# float16, even gradients of 2**-74 would overflow. Chosen.
+# The exponent of a loss scale that tells dtypes of wide range from float16. It is a
+# heuristic: a step that is applied even at 2**90 is taken to compute in float32 or
+# bfloat16, because in float16 even gradients of 2**-74 would overflow.
 _WIDE_EXPONENT = 90
-# The sweep of such a step covers the loss scales that are used in practice, 2**30 to 1,
-# at which hardly anything underflows in these dtypes.
+# The exponent at which the sweep of a float32 or bfloat16 step starts. The sweep covers
+# the loss scales that are used in practice, 2**30 to 1, at which hardly anything
+# underflows in these dtypes.
 _START_EXPONENT = 30
-# By how much two runs at the same loss scale may differ, relative to an output. Chosen.
+# How much two runs at the same loss scale may differ, relative to the norm of an
+# output. The value is a heuristic.
 _MAX_NOISE = 0.01
-# The largest change that rounding explains, relative to an output. Chosen: it is about
-# 8 times 2**-23, the distance of 1 to the next float32 number.
+# The largest change that rounding explains, relative to the norm of an output. A
+# heuristic: about 8 times 2**-23, the distance from 1 to the next float32 number.
 _ROUNDING = 1e-6
-# The largest change that noise explains, relative to the difference of two runs at the
-# same loss scale. Chosen.
+# The largest change that noise explains, as a multiple of the difference between two
+# runs at the same loss scale. The value is a heuristic.
 _NOISE_FACTOR = 8
 
 
@@ -77,7 +82,7 @@ def trials_at_falling_scales(experiment: Experiment) -> list[Trial]:
     """Runs a step at falling loss scales, and returns the trials that were not skipped.
 
     Bisection finds the highest loss scale at which the step is applied. A silent step,
-    which does not show whether it was applied, counts as applied at all of them.
+    which does not show whether it was applied, counts as applied at every loss scale.
     """
 
     def is_skipped(exponent):
@@ -105,7 +110,7 @@ def sweep_of(
     Args:
       experiment: runs the step again.
       trials: the trials of `trials_at_falling_scales`, at least one.
-      outputs: the outputs to collect. Those that some trial did not return are left
+      outputs: the outputs to collect. An output that some trial did not return is left
         out.
     """
     values = {
@@ -124,7 +129,7 @@ def sweep_of(
 
 
 def _underflowed_outputs(experiment: Experiment) -> Arrays:
-    """Returns the outputs where all gradients underflow, or nothing if they never do.
+    """Returns the outputs where all gradients underflow, or {} if they never do.
 
     A step that is skipped at 2**90 is taken to compute in float16, where all gradients
     underflow at the lowest loss scale.

@@ -1,10 +1,10 @@
 """One run of a step: its arguments, its outputs, and whether the step was applied.
 
 A training step may report in two ways whether it was applied. It may return a state
-with the flag `should_apply`. Or it may return its loss scale, which usually adapts
-differently after a skipped step than after an applied one: `DynamicLossScale`, for
-instance, backs off only after a skipped step. A step that returns neither, or only a
-fixed loss scale, is called silent, and counts as applied.
+with the flag `should_apply`, or its loss scale, which usually adapts differently after
+a skipped step than after an applied one: `DynamicLossScale`, for instance, backs off
+only after a skipped step. A step that returns neither, or only a fixed loss scale, is
+called silent, and counts as applied.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class Trial:
         such a trial, fixed loss scales are infinite as well.
       arguments: the samples of the arrays among the step's arguments, by path; float64
         or int64, of shape (numbers,).
-      argument_fingerprints: the fingerprints of these arrays, of which no number is
-        left out.
+      argument_fingerprints: the fingerprints of these arrays, computed from all of
+        their numbers.
       outputs: the samples of the arrays that the step returned or changed in place,
         like `arguments`.
       output_fingerprints: the fingerprints of these arrays.
@@ -57,19 +57,19 @@ class Trial:
     def adjusted(self) -> tuple[LossScale, LossScale]:
         """The loss scales that `adjust` returns after a skipped and an applied step.
 
-        A loss scale that adapts to the size of gradients may differ from the second one
-        after an applied step.
+        `adjust` is not told the size of gradients. So a loss scale that adapts to this
+        size may differ from the second one after an applied step.
         """
         on_device = jax.device_put(self.loss_scale)
         return jax.device_get(_adjusted(on_device))
 
     @functools.cached_property
     def applied_flags(self) -> np.ndarray:
-        """Whether the step was applied, by each state or loss scale; bool, shape (n,).
+        """Whether each state or loss scale says the step was applied; bool, shape (n,).
 
         A returned state has one flag per replica: its `should_apply`, or False if its
-        loss scale shows that the step was skipped. Without states, each loss scale has
-        one flag, which is False if it shows that.
+        loss scale shows that the step was skipped. If the step returned no state, each
+        loss scale has one flag, which is False if the scale shows that.
         """
         if not self.states:
             flags = [not self._shows_skip(x) for x in self.loss_scales]
@@ -81,7 +81,7 @@ class Trial:
         return np.concatenate(flags)
 
     def _shows_skip(self, loss_scale: LossScale) -> bool:
-        """Whether a skipped step returns this loss scale and an applied one another."""
+        """Whether a step returns this loss scale if it is skipped, and only then."""
         if_skipped, if_applied = self.adjusted
         return loss_scale == if_skipped and loss_scale != if_applied
 
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether some output reports that the step was skipped, and none that it was not."""
+        """Whether there are `applied_flags`, and all say that the step was skipped."""
         return not self.is_silent and not np.any(self.applied_flags)
 
     def returns_only(self, loss_scale: LossScale) -> bool:
