@@ -55,12 +55,13 @@ def spikes(
 ) -> SpikeSkipRule:
     """Returns a rule that skips steps whose norm or loss is far above the usual one.
 
-    The rule compares a step's norm with those of the last applied steps, on a
+    The rule compares a step's norm with the norms of the last applied steps, on a
     logarithmic scale. The usual norm is their median. Their spread is an estimate of
     the standard deviation from the distance between the median and the upper quartile,
     which a spike hardly moves. Norms that at least 3 of these steps reached, or 1 in 20
     of them if that is more, also count as usual. If the loss is passed to the step as
-    `value`, it is compared in the same way. The rule::
+    `value`, it is compared in the same way. The rule, in which the `skip_debt` of
+    `SkipRule` begins at 0::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -73,7 +74,7 @@ def spikes(
             is_spike = len(xs) >= 8 and x > limit
         if either is a spike and skip_debt + 20 <= 20 * max_skips:
             skip
-            skip_debt += 20                     # it begins at 0
+            skip_debt += 20
         else:
             if either is a spike:
                 skip_debt = 20 * max_skips      # they are too common to be spikes

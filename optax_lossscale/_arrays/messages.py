@@ -83,7 +83,7 @@ def user_name(name: str) -> str:
 
 @contextlib.contextmanager
 def user_names(**arguments: str) -> Iterator[None]:
-    """Makes `refuse` replace the names of arguments by those that the user wrote.
+    """Makes `refuse` replace the names of arguments by the user's names for them.
 
     Use it as a context manager or as a decorator of the function that passes arguments
     on. Each keyword is an argument of that function, and its value is the name under

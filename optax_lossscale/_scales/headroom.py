@@ -288,8 +288,8 @@ class HeadroomLossScale(LossScale):
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
         The reserve shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so
-        that it reaches 0. If it is deep, it has not helped, so the batch was at fault:
-        the reserve becomes 0, and further overflows are excused.
+        that it reaches 0. A deep reserve has not helped, so the batch was at fault: the
+        reserve becomes 0, and further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall

@@ -57,8 +57,8 @@ class LogMaxLossScale(LossScale):
       beta1: the decay of the mean, in [0, 1).
       beta2: the decay of the averages for the standard deviation, in [0, 1).
       overflow_std_dev: how many standard deviations above the mean a gradient's log2
-        may be before it overflows, from 0 to 1e6. The default, 3.09, is that of
-        OpenSeq2Seq: 1 in 1000 normally distributed numbers is farther above the mean.
+        may be before it overflows, from 0 to 1e6. The default of 3.09 is OpenSeq2Seq's:
+        1 in 1000 normally distributed numbers is farther above the mean.
 
     Attributes:
       mean: moving average of `x` with decay `beta1`, not bias-corrected; float32, shape

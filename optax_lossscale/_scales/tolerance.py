@@ -54,8 +54,8 @@ class ToleranceLossScale(LossScale):
       threshold: the lowest scale to back off to, or None. With a threshold above
         `min_scale`, the scale is never exhausted. As in the original, a scale below the
         threshold rises to it when it backs off.
-      min_scale: a lower bound, above which the scale always stays. The default is that
-        of fairseq's `min_loss_scale`.
+      min_scale: a lower bound, above which the scale always stays. The default is
+        fairseq's default for `min_loss_scale`.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
