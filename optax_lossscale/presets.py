@@ -7,23 +7,23 @@ Use a preset to continue a run of another system, or to port its training script
     tx = with_loss_scale(optax.adamw(1e-3), loss_scale)
 
 Each function is named after a system. It accepts the arguments of the original that
-concern the loss scale, with the original defaults, and returns a loss scale. After any
-sequence of steps, its scale in float32 equals that of the original, with these
-exceptions:
+concern the loss scale, with the original defaults, and returns a loss scale that
+follows the original step by step. In the recorded runs that the tests in the repository
+replay, the scale in float32 equals the original's after every step. Two originals could
+not be run, `tensorflow_contrib_fixed` and `apex`, so the tests compare these presets
+with their published rules. There are exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
 - LogMax is tested to within 1%.
-- Any others are in the docstrings.
+- The docstrings name any others.
 
-The tests compare each preset with recorded runs of its original. Two originals could
-not be run, `tensorflow_contrib_fixed` and `apex`, so these presets are compared with
-their published rules. An invalid argument raises a `ValueError`, unless the original
-ignores it.
+An invalid argument raises a `ValueError`, unless the original ignores it.
 
 Unless its docstring says otherwise, a preset backs off at each non-finite step. A step
-whose gradients are all zero counts as finite. (LogMax treats it as if its largest
-gradient were 2**-126.) If most steps are like that, use `HeadroomLossScale` instead.
+whose gradients are all zero counts as finite, but LogMax treats it as if its largest
+gradient were 2**-126. If the gradients of most steps are all zero, use
+`HeadroomLossScale` instead.
 
 The originals do not check the loss, and most of those with a fixed scale check nothing.
 For the same here, pass `skip=None` to `with_loss_scale`: then the loss is not checked,
@@ -66,10 +66,10 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _growth_factor(factor: float) -> float:
-    """Checks a growth factor, and rounds it to float32, as its original does."""
-    checked = validation.growth_factor("growth_factor", factor)
-    return float(np.float32(checked))
+def _in_float32(name: str, factor: float) -> float:
+    """Checks a factor, and rounds it to float32, as its original does."""
+    check = DynamicLossScale._checks[name]
+    return float(np.float32(check(name, factor)))
 
 
 def _symmetric_factor(name: str, factor: float) -> float:
@@ -82,12 +82,6 @@ def _symmetric_factor(name: str, factor: float) -> float:
     )
 
 
-def _backoff_factor(factor: float) -> float:
-    """Checks a back-off factor, and rounds it to float32, as its original does."""
-    checked = validation.backoff_factor("backoff_factor", factor)
-    return float(np.float32(checked))
-
-
 @user_names(
     initial_loss_scale="initial_scale",
     increment_period="growth_interval",
@@ -97,7 +91,7 @@ def tensorflow_dynamic(
     increment_period: int = 2000,
     multiplier: float = 2.0,
 ) -> DynamicLossScale:
-    """TensorFlow's `tf.train.experimental.DynamicLossScale`.
+    """Returns the scale of TensorFlow's `tf.train.experimental.DynamicLossScale`.
 
     Args:
       initial_loss_scale: the initial scale, at least 1, which is the floor.
@@ -120,10 +114,10 @@ def tensorflow_dynamic(
 
 @user_names(loss_scale_value="scale")
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
-    """TensorFlow's `FixedLossScale`, which checks nothing.
+    """Returns the scale of TensorFlow's `FixedLossScale`.
 
-    By default, `with_loss_scale` still checks the gradients. For a step that does not,
-    pass `skip=None` to it.
+    The original checks nothing, but `with_loss_scale` checks the gradients by default.
+    For a step that does not, pass `skip=None` to `with_loss_scale`.
 
     Args:
       loss_scale_value: the scale.
@@ -138,7 +132,9 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 
 @user_names(loss_scale="initial_scale")
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
-    """tf.contrib's `FixedLossScaleManager`, a fixed scale that skips non-finite steps.
+    """Returns the scale of tf.contrib's `FixedLossScaleManager`.
+
+    The scale is fixed, but non-finite steps are skipped.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -174,9 +170,9 @@ def tensorflow_contrib_exponential(
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
 ) -> DynamicLossScale:
-    """tf.contrib's `ExponentialUpdateLossScaleManager`.
+    """Returns the scale of tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    Finite steps do not reset the count of non-finite steps. Any growth or back-off
+    Finite steps do not reset the count of non-finite steps, but any growth or back-off
     does.
 
     Args:
@@ -194,8 +190,8 @@ def tensorflow_contrib_exponential(
     return DynamicLossScale(
         initial_scale=init_loss_scale,
         growth_interval=incr_every_n_steps,
-        growth_factor=_growth_factor(incr_ratio),
-        backoff_factor=_backoff_factor(decr_ratio),
+        growth_factor=_in_float32("growth_factor", incr_ratio),
+        backoff_factor=_in_float32("backoff_factor", decr_ratio),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_refill="rescale",
     )
@@ -207,7 +203,7 @@ def tf_keras(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    """The scale of `tf.keras.mixed_precision.LossScaleOptimizer`.
+    """Returns the scale of `tf.keras.mixed_precision.LossScaleOptimizer`.
 
     The scale doubles and halves, with a floor of 1.
 
@@ -237,7 +233,9 @@ def tf_keras(
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> DynamicLossScale:
-    """Keras 3's `LossScaleOptimizer`, which doubles and halves without floor or cap.
+    """Returns the scale of Keras 3's `LossScaleOptimizer`.
+
+    The scale doubles and halves, without floor or cap.
 
     Args:
       initial_scale: the initial scale.
@@ -263,7 +261,9 @@ def pytorch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
-    """PyTorch's `torch.amp.GradScaler`, with factors in double precision and no floor.
+    """Returns the scale of PyTorch's `torch.amp.GradScaler`.
+
+    The factors are in double precision, and there is no floor.
 
     Args:
       init_scale: the initial scale.
@@ -302,7 +302,7 @@ def flax(
     scale: float = 65536.0,
     minimum_scale: float | None = validation.SMALLEST,
 ) -> DynamicLossScale:
-    """Flax's `flax.training.dynamic_scale.DynamicScale`.
+    """Returns the scale of Flax's `flax.training.dynamic_scale.DynamicScale`.
 
     The scale grows up to the largest float32 number.
 
@@ -327,8 +327,8 @@ def flax(
     )
     return DynamicLossScale(
         initial_scale=scale,
-        growth_factor=_growth_factor(growth_factor),
-        backoff_factor=_backoff_factor(backoff_factor),
+        growth_factor=_in_float32("growth_factor", growth_factor),
+        backoff_factor=_in_float32("backoff_factor", backoff_factor),
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
         min_scale=minimum_scale,
@@ -349,9 +349,9 @@ def jmp(
     factor: float = 2,
     min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
-    """JMP's `jmp.DynamicLossScale`.
+    """Returns the scale of JMP's `jmp.DynamicLossScale`.
 
-    When the original passes through `jit`, its floor falls back to 1. This one keeps
+    When the original passes through `jit`, its floor falls back to 1. This preset keeps
     `min_loss_scale`.
 
     Args:
@@ -388,10 +388,10 @@ def mpx(
     period: int = 2000,
     counter: int = 0,
 ) -> DynamicLossScale:
-    """MPX's `mpx.DynamicLossScaling`.
+    """Returns the scale of MPX's `mpx.DynamicLossScaling`.
 
     Growth ends at 65504, float16's largest number. MPX divides the gradients by the
-    next scale. Here, they are divided by the scale that multiplied the loss.
+    next scale. Here, the gradients are divided by the scale that multiplied the loss.
 
     Args:
       loss_scaling: the initial scale, at most 65504.
@@ -418,8 +418,8 @@ def mpx(
 def _symmetric(factor: float, **configuration: Any) -> DynamicLossScale:
     """Builds the loss scale of JMP and MPX, which grow and back off by the same factor.
 
-    They divide by the factor to back off. XLA compiles that division to a
-    multiplication by the reciprocal in float32.
+    To back off, JMP and MPX divide by the factor, which XLA compiles to a
+    multiplication by its reciprocal in float32.
     """
     growth_factor = float(np.float32(_symmetric_factor("factor", factor)))
     reciprocal = np.float32(1 / growth_factor)
@@ -438,7 +438,7 @@ def megatron(
     growth_interval: int,
     hysteresis: int,
 ) -> DynamicLossScale:
-    """Megatron-LM's `DynamicGradScaler`.
+    """Returns the scale of Megatron-LM's `DynamicGradScaler`.
 
     Once the scale has backed off, it backs off at every overflow, until it is due to
     grow.
@@ -461,8 +461,8 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_growth_factor(growth_factor),
-        backoff_factor=_backoff_factor(backoff_factor),
+        growth_factor=_in_float32("growth_factor", growth_factor),
+        backoff_factor=_in_float32("backoff_factor", backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
@@ -483,7 +483,7 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> DynamicLossScale:
-    """DeepSpeed's `DynamicLossScaler`.
+    """Returns the scale of DeepSpeed's `DynamicLossScaler`.
 
     Args:
       init_scale: the initial scale.
@@ -529,7 +529,7 @@ def fairseq(
     threshold: float | None = None,
     min_loss_scale: float = 1e-4,
 ) -> ToleranceLossScale:
-    """The `DynamicLossScaler` of fairseq.
+    """Returns the scale of fairseq's `DynamicLossScaler`.
 
     `ToleranceLossScale` documents the rule.
 
@@ -569,9 +569,9 @@ def openseq2seq_logmax(
     beta2: float = 0.999,
     overflow_std_dev: float = 3.09,
 ) -> LogMaxLossScale:
-    """OpenSeq2Seq's `LogMaxScaler`, which starts at 1, clipped to the bounds.
+    """Returns the scale of OpenSeq2Seq's `LogMaxScaler`.
 
-    `LogMaxLossScale` documents the rule.
+    It starts at 1, clipped to the bounds. `LogMaxLossScale` documents the rule.
 
     Args:
       scale_min: the floor.
@@ -618,7 +618,7 @@ def apex(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> LossScale:
-    """NVIDIA Apex's `LossScaler`.
+    """Returns the scale of NVIDIA Apex's `LossScaler`.
 
     Args:
       loss_scale: "dynamic", or a number for a `FixedLossScale`; Apex has no default.

@@ -6,10 +6,10 @@ Pass a rule to `with_loss_scale`. `spikes` is the recommended one::
     with_loss_scale(optax.adamw(1e-3), None, skip=skips.spikes())    # bfloat16, float32
 
 The other functions return the rules of other systems. They are named after these
-systems, and have the original argument names. They decide about finite steps as the
-originals do, unless a docstring says otherwise. Steps that are not finite are skipped
-whatever the rule. In most originals, their norm and loss enter the statistics. Here
-they do not.
+systems, and have the original argument names. The rules decide about finite steps as
+the originals do, unless a docstring says otherwise. Steps that are not finite are
+skipped whatever the rule. In most originals, the norm and the loss of such a step enter
+the statistics, but here they do not.
 
 To write a rule of your own, subclass `SkipRule`. An invalid argument raises a
 `ValueError`.
@@ -53,14 +53,15 @@ make_public(
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """A rule that skips steps whose norm or loss is far above the usual one.
+    """Returns a rule that skips steps whose norm or loss is far above the usual one.
 
-    The rule compares a step's norm with those of the last applied steps, on a
+    The rule compares a step's norm with the norms of the last applied steps, on a
     logarithmic scale. The usual norm is their median. Their spread is an estimate of
     the standard deviation from the distance between the median and the upper quartile,
     which a spike hardly moves. Norms that at least 3 of these steps reached, or 1 in 20
     of them if that is more, also count as usual. If the loss is passed to the step as
-    `value`, it is compared in the same way. The rule::
+    `value`, it is compared in the same way. The rule, in which the `skip_debt` of
+    `SkipRule` begins at 0::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -71,15 +72,15 @@ def spikes(
             common = the max(3, len(xs) // 20)th largest of xs
             limit = max(median(xs) + allowed, common + allowed / 2)
             is_spike = len(xs) >= 8 and x > limit
-        if either is a spike and budget >= 1:   # the budget begins at max_skips
+        if either is a spike and skip_debt + 20 <= 20 * max_skips:
             skip
-            budget -= 1
+            skip_debt += 20
         else:
             if either is a spike:
-                budget = 0                      # they are too common to be spikes
+                skip_debt = 20 * max_skips      # they are too common to be spikes
             apply
             if norm > 0:
-                budget = min(budget + 1 / 20, max_skips)
+                skip_debt = max(skip_debt - 1, 0)
 
     In any sequence of steps, the rule skips at most `max_skips` finite steps, plus 1
     for every 20 applied steps whose norm is not 0. So if norms or losses rise for good,
@@ -89,12 +90,12 @@ def spikes(
 
     Args:
       factor: how many spreads above the median are too many; above 0, at most 1e6.
-      least: how many bits above the median a spike must be at the least, where 1 bit is
-        a factor of 2; above 0, at most 1e6. Raise it if the rule skips good batches.
+      least: how many bits above the median a spike must at least be, where 1 bit is a
+        factor of 2; above 0, at most 1e6. Raise it if the rule skips good batches.
       window: how many norms and losses the rule keeps, from 16 to 2**20.
-      max_skips: the initial and largest budget of skips, from 0 to 2**20. Each applied
-        step whose norm is not 0 returns 1/20 of a skip to the budget. Raise it if bad
-        steps come in longer runs.
+      max_skips: how many steps the rule may skip before applied steps make up for
+        them, from 0 to 2**20. Each applied step whose norm is not 0 makes up for 1/20
+        of a skip. Raise it if bad steps come in longer runs.
 
     Source: this library.
 
@@ -113,7 +114,7 @@ def spikes(
 def olmo_core(
     rolling_interval_length: int = 128, sigma_factor: float = 6
 ) -> RollingSkipRule:
-    """The rule of OLMo-core's `SkipStepOptimizer`.
+    """Returns the rule of OLMo-core's `SkipStepOptimizer`.
 
     Once a window of steps is half full, the rule skips a step whose loss or norm is
     more than `sigma_factor` unbiased standard deviations above the window's mean.
@@ -142,7 +143,7 @@ def olmo_core(
 
 @user_names(interval="rolling_interval_length", scaling_factor="sigma_factor")
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
-    """The rule of MaxText's `skip_step_on_spikes`, with the defaults of its config.
+    """Returns the rule of MaxText's `skip_step_on_spikes`, with its config's defaults.
 
     This is the rule of `olmo_core`. It needs the step's loss, and differs from the
     original in the same ways. In addition, MaxText's trainer passes the norm of clipped
@@ -165,11 +166,11 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
 def levanter(
     rolling_interval_length: int = 128, sigma_factor: float = 6.0
 ) -> RollingSkipRule:
-    """The rule of Levanter's `SkipStepConfig`.
+    """Returns the rule of Levanter's `SkipStepConfig`.
 
-    This is the rule of `olmo_core`, which needs the step's loss, with two changes. The
-    standard deviation is the biased one, and at least 1e-6. One more step is applied
-    before any is skipped.
+    This is the rule of `olmo_core`, which needs the step's loss, with two changes: the
+    standard deviation is the biased one, and at least 1e-6, and one more step is
+    applied before any is skipped.
 
     The original multiplies non-finite updates by 0, which leaves NaNs in the
     parameters. Here, non-finite steps are skipped.
@@ -196,7 +197,7 @@ def levanter(
 def axlearn(
     drop_norm: float | DropNorm, grad_norm_ema_decay: float | None = None
 ) -> ThresholdSkipRule | MovingAverageSkipRule:
-    """The rule of AXLearn's `skip_and_clip_by_global_norm`, without the clip.
+    """Returns the rule of AXLearn's `skip_and_clip_by_global_norm`, without the clip.
 
     The clip, with its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`.
@@ -235,7 +236,7 @@ def axlearn(
 def drop_norm_by_grad_norm_ema(
     multipliers: tuple[float, ...] = (20, 40, 100),
 ) -> DropNorm:
-    """A threshold for `axlearn`: a multiple of the mean norm.
+    """Returns a threshold for `axlearn`: a multiple of the mean norm.
 
     The mean begins at 1, so if the first norms reach the smallest multiplier, every
     step is skipped. In that case, use `drop_norm_by_grad_norm_stddev`, whose threshold
@@ -257,7 +258,7 @@ def drop_norm_by_grad_norm_ema(
 def drop_norm_by_grad_norm_stddev(
     *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
 ) -> DropNorm:
-    """A threshold for `axlearn`: the mean norm, plus some standard deviations.
+    """Returns a threshold for `axlearn`: the mean norm plus some standard deviations.
 
     Args:
       min_count: how many steps must be applied before the threshold follows the norms.
@@ -277,7 +278,7 @@ def drop_norm_by_grad_norm_stddev(
 
 @user_names(grad_norm_skip_threshold="threshold")
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
-    """The rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
+    """Returns the rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
 
     If norms stay above it, every step is skipped, and `raise_if_stuck` raises an error.
 

@@ -1,16 +1,16 @@
 """The foundation: arrays and pytrees, checks, names and settings.
 
-Start with `precision.py`. Its words for leaves, *inexact* and *narrow*, are used in the
-whole package.
+Start with `precision.py`, whose words for leaves, *inexact* and *narrow*, are used in
+the whole package.
 
 - `contexts.py`: settings that apply while a function is traced.
 - `precision.py`: which leaves loss scaling applies to, and in which dtypes.
 - `finite.py`: whether every number of a pytree is finite.
-- `placement.py`: whether an array is sharded over several devices.
+- `placement.py`: whether an array is on several devices.
 - `rounding.py`: float32 numbers split into a 16-bit number and the rest.
 - `variables.py`: the variables of Flax NNX, and the arrays in them.
 - `stateful.py`: the base class of loss scales and skip rules.
-- `flax_serialization.py`: how `flax.serialization` saves and restores them.
+- `flax_serialization.py`: how `flax.serialization` saves and restores such instances.
 - `validation.py`: checks of arguments.
 - `messages.py`: errors and warnings with the user's names for arguments.
 - `names.py`: names of leaves, layers, scales and public modules.

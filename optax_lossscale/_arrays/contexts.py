@@ -3,15 +3,16 @@
 For example, `diagnose` traces a loss function under `with DIAGNOSING(True):`. A call of
 `scale_gradient` inside that function reads `DIAGNOSING.value`, and scales nothing.
 
-The settings are user contexts of JAX, and not global variables, because a traced
-program depends on them. JAX makes their values part of its cache keys. So a program
-that was compiled under one value never runs under another.
+A traced program depends on these settings, so they are user contexts of JAX, and not
+global variables: JAX makes the value of a user context part of its cache keys, so a
+program that was compiled under one value never runs under another.
 
-Do not create a context elsewhere. A new context changes the cache keys, so every
-function that was compiled before is compiled again. The contexts here are created when
-the package is imported, before the first step is compiled. `jax.extend` is imported
-here for the same reason: since jax 0.12 it imports Pallas, which creates another
-context, and the modules of this package that use it are imported only later.
+Do not create a context elsewhere: a new context changes the cache keys, so every
+function that was compiled before would be compiled again. The contexts here are created
+when the package is imported, before the first step is compiled. `jax.extend` is
+imported here for the same reason: since jax 0.12 it imports Pallas, which creates
+another context, and the modules of this package that use `jax.extend` are imported only
+later.
 """
 
 import jax
@@ -23,20 +24,20 @@ AUTOCAST_DTYPE = jax.make_user_context(None)
 OVERFLOWS = jax.make_user_context(False)
 """Whether every fixed loss scale is infinite, so that the gradients of a step overflow.
 
-`testing` sets it, because a fixed scale is a constant of the compiled step: no argument
-of the step could replace it.
+`testing` sets this, because a fixed scale is a constant of the compiled step, which no
+argument of the step could replace.
 """
 
 BLANK_METRICS = jax.make_user_context(False)
 """Whether `metrics` returns the initial scale, and zeros for the scale's other state.
 
-`testing` sets it. Otherwise `assert_scale_invariant` would find that the metrics depend
-on the loss scale, as they should.
+`testing` sets this, because `assert_scale_invariant` would otherwise find that the
+metrics depend on the loss scale, as they should.
 """
 
 DIAGNOSING = jax.make_user_context(False)
 """Whether `diagnose` is tracing the function.
 
-If it is, this package issues no warnings, because the report contains them. And
-`scale_gradient` scales nothing, because `diagnose` itself tries loss scales.
+If it is, this package issues no warnings, because `diagnose` reports on dtypes itself.
+And `scale_gradient` scales nothing, because `diagnose` tries loss scales itself.
 """

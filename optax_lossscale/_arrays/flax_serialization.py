@@ -4,8 +4,8 @@
 state, such as `{"loss_scale": 1024.0, …}`. `from_bytes` puts that state into the loss
 scale of its target, whose configuration it keeps.
 
-For this, Flax has a table with two functions for each type: one converts an instance to
-a dict, and the other restores an instance from such a dict.
+Flax looks up how to do this in a table, with two functions for each type: one converts
+an instance to a dict, and the other restores an instance from such a dict.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ def register_with_flax(cls: Any) -> None:
 
     Flax treats a type that is not in its table as a leaf, and restores whatever was
     saved in its place. Flax may be imported after the class was defined, so this is
-    called whenever an instance is created, as happens whenever a step is traced or
-    returns. So Flax must be imported before the step whose state is saved.
+    called whenever an instance is created, which happens whenever a step is traced or
+    returns. Flax must therefore be imported before the step whose state is saved.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)

@@ -2,7 +2,7 @@
 
 An argument may change its name before it is checked: `presets.pytorch(init_scale=-1)`
 passes the number on as `initial_scale`. The error should still say
-"init_scale must be …, got -1". So the preset is decorated with
+"init_scale must be …, got -1", so the preset is decorated with
 `user_names(init_scale="initial_scale")`, and `refuse` replaces the name.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from optax_lossscale._arrays.contexts import DIAGNOSING
 
-# A warning never points to a line of these packages. They call the user's functions, so
-# their frames may lie between the user's line and ours.
+# These packages call the user's functions, so their frames may lie between the user's
+# line and ours. A warning never points to a line of these packages.
 LIBRARIES = (
     "einops",
     "equinox",
@@ -56,8 +56,8 @@ def shown(value: Any) -> str:
 def warn(text: str) -> None:
     """Issues a warning that points to the innermost line outside of `LIBRARIES`.
 
-    Does nothing while `diagnose` traces the function, because its report contains the
-    same remark.
+    Does nothing while `diagnose` traces the function, because `diagnose` reports on
+    dtypes itself.
     """
     if DIAGNOSING.value:
         return
@@ -77,16 +77,13 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def user_name(name: str) -> str:
-    """Returns the user's name for an argument, as set by `user_names`.
-
-    By default, it is the same name.
-    """
+    """Returns the name that `user_names` has set for an argument, or else its own."""
     return _USER_NAMES.get().get(name, name)
 
 
 @contextlib.contextmanager
 def user_names(**arguments: str) -> Iterator[None]:
-    """Makes `refuse` replace the names of arguments by those that the user wrote.
+    """Makes `refuse` replace the names of arguments by the user's names for them.
 
     Use it as a context manager or as a decorator of the function that passes arguments
     on. Each keyword is an argument of that function, and its value is the name under

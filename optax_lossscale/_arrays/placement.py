@@ -16,11 +16,10 @@ from jax.sharding import AxisType
 def is_on_several_devices(x: jax.Array) -> bool:
     """Whether an array is known, while it is traced, to be on several devices.
 
-    It is known if the arguments of the `jit` are on several devices, or under
-    `jax.set_mesh`. It is not known yet if only `in_shardings` will put the arguments
-    there. True does not say whether the array is sharded over the devices or
-    replicated. Axes that `shard_map` maps do not count: along these, the array is what
-    a single replica has.
+    The devices are known if the arguments of the `jit` are on several devices, or under
+    `jax.set_mesh`. They are not known yet if only `in_shardings` will put the arguments
+    there. The array may be sharded over the devices or replicated. Axes that
+    `shard_map` maps do not count: along these, the array is what a single replica has.
     """
     mesh = jax.typeof(x).sharding.mesh
     for size, axis_type in zip(mesh.axis_sizes, mesh.axis_types, strict=True):
@@ -47,7 +46,8 @@ def in_mesh_of(arrays: Any) -> contextlib.AbstractContextManager[Any]:
 
     A program that was traced with arrays on a mesh with explicit axes can run on other
     arrays only while that mesh is set. If one of these arrays is on such a mesh, the
-    context sets it. If none is, or if a mesh is set already, the context does nothing.
+    context sets the mesh. If none is, or if a mesh is set already, the context does
+    nothing.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in jax.tree.leaves(arrays):

@@ -7,7 +7,7 @@ hold floating-point numbers of 16 bits or fewer, are converted to float32 first:
     float16(2**-15) / 2**15             # 0: the gradient has underflowed again
     float32(float16(2**-15)) / 2**15    # 2**-30
 
-`precise_product` multiplies the loss scale itself, when it grows or backs off.
+`precise_product` multiplies the loss scale itself, which grows or backs off.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,8 @@ def precise_product(scale: jax.Array, factor: float) -> jax.Array:
 def dtype_of(x: Any) -> np.dtype:
     """Returns the dtype that JAX gives an array, an abstract array or a Python number.
 
-    With 64-bit types disabled, that of a float64 NumPy array is float32.
+    For example, a float64 NumPy array has the dtype float32 unless 64-bit types are
+    enabled.
     """
     if not hasattr(x, "dtype"):
         return jnp.result_type(x)

@@ -66,8 +66,9 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """Restores the float32 numbers that `split` rounded.
 
     `rounded` may have been changed since then, say by loading other weights. A changed
-    float16 number is returned as it is. To a changed bfloat16 number, the old rest is
-    still added, which changes it by at most half of a unit in its last place.
+    float16 number is returned as it is. A changed bfloat16 number still gets the old
+    rest, so the result differs from that number by at most half of a unit in its last
+    place.
     """
     rounded = at_least_float32(rounded)
     if narrow_dtype(rest) == jnp.float16:
@@ -94,9 +95,9 @@ def narrow_dtype(rest: Any) -> np.dtype:
 
 def _number_unless_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
     """Returns `number` where it rounds to `rounded` in float16, elsewhere `rounded`."""
-    # Bits are compared, and not values. If a rounded value were only compared, a
-    # compiler might leave the rounding out. The sign of a zero does not count, because
-    # adding an update of 0.0 turns -0.0 into 0.0.
+    # Bits are compared, because a compiler might leave out the rounding of a value that
+    # is only compared. The sign of a zero does not count, because adding an update of
+    # 0.0 turns -0.0 into 0.0.
     own_bits = _float16_bits(number)
     bits = _float16_bits(rounded)
     magnitude_bits = (own_bits | bits) & _MAGNITUDE_MASK_OF_16_BITS

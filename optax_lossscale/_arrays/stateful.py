@@ -141,7 +141,7 @@ class Stateful(abc.ABC):
     def _sort_fields(cls) -> None:
         """Lists the names of state and configuration, and the configuration's checks.
 
-        `_checks` begins as a copy of the base class's. So a field that is declared
+        `_checks` begins as a copy of the base class's, so a field that is declared
         again without a check keeps its check.
         """
         cls._state_names = []
@@ -242,17 +242,17 @@ class Stateful(abc.ABC):
         """Builds the loss scale or skip rule that a dict from `get_config` describes.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`. The name is that of this class or
-            a subclass. If several have the name, the last one defined is built. If your
-            class has the name of a class of this library, put its module before the
-            name, as in `my_module.DynamicLossScale`. `get_config` does.
+          config: `{"class_name": …, "config": {…}}`, with the name of this class or of
+            a subclass. If several classes have the name, the last one defined is built.
+            If your class has the name of a class of this library, put its module before
+            the name, as in `my_module.DynamicLossScale`. `get_config` does so.
 
         Returns:
           An instance of that class, in its initial state.
 
         Raises:
-          ValueError: if the config is malformed, the class is unknown, or a key is
-            unknown or missing.
+          ValueError: if `config` is malformed, or the class is unknown.
+          ValueError: if a key of the inner dict is unknown or missing.
 
         Example:
           >>> import optax_lossscale as ols
@@ -339,7 +339,7 @@ def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
 def _config_name(cls: type[Stateful]) -> str:
     """Returns the name of a class in a config.
 
-    If a user's class has the name of one of ours, its module is put before the name.
+    If a user's class has the name of one of ours, the name begins with its module.
     """
     our_names = {c.__name__ for c in Stateful._classes if _is_ours(c)}
     if cls.__name__ in our_names and not _is_ours(cls):

@@ -7,10 +7,10 @@ defaults::
 
     2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
 
-Each overflow costs one skipped step. So with the default interval, a scale that stays
+Each overflow costs one skipped step, so with the default interval, a scale that stays
 near the largest possible one costs about one step in 2000.
 
-While a step is traced, it is not known whether its gradients are finite. So `adjust`
+While a step is traced, it is not known whether its gradients are finite, so `adjust`
 computes the loss scale for both cases, and selects one of them.
 """
 
@@ -50,12 +50,12 @@ class DynamicLossScale(LossScale):
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     Each product is computed as if in float64, without rounding the factor to float32
-    first. So a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
+    first, so a `backoff_factor` of `1 / 3` reproduces TensorFlow's division by 3.
 
     Args:
       initial_scale: the loss scale before the first step, within the bounds. If it is
         far too large, the first steps are skipped, one for each back-off. `diagnose`
-        finds one that fits.
+        finds a scale that fits.
       growth_interval: the scale grows after this many finite steps in a row.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
@@ -65,8 +65,8 @@ class DynamicLossScale(LossScale):
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale stays in float32's range.
       hysteresis: how many non-finite steps it takes to back off; `hysteresis_refill`
-        determines when the count starts over. With 2 or more, a single broken batch
-        after that does not lower the scale.
+        determines when the count starts over. With 2 or more, the first broken batch
+        after the count has started over does not lower the scale.
       hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
         `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
         `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
@@ -166,8 +166,8 @@ class DynamicLossScale(LossScale):
     def _rescaled(self, factor: float) -> jax.Array:
         """Returns the scale times a factor, within the bounds; float32, shape ().
 
-        If that is not a normal float32 number, as may happen where a bound is None, the
-        scale stays as it is.
+        If the result would not be a normal float32 number, as may happen where a bound
+        is None, the scale stays as it is.
         """
         scale = self()
         product = precise_product(scale, factor)

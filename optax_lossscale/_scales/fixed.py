@@ -1,8 +1,9 @@
 """The fixed loss scale, which never changes.
 
 It has no state: the scale is configuration, so a compiled step contains it as a
-constant. XLA can fold it into other constants, and a scale of 1 is left out. This is
-what `with_loss_scale(optimizer, 1024)` uses, and a scale of 1 is what it uses for None.
+constant, which XLA can fold into other constants. A scale of 1 is left out. Given a
+number, as in `with_loss_scale(optimizer, 1024)`, the wrapper uses this loss scale, and
+given None, it uses this loss scale with a scale of 1.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ class FixedLossScale(LossScale):
     """A constant loss scale.
 
     Use it if you have measured a scale at which gradients neither overflow nor
-    underflow. Where they do overflow, it stays as it is, and every such step is
-    skipped. A number is short for it: `with_loss_scale(optimizer, 1024)`.
+    underflow. Where they do overflow, the scale stays as it is, and every such step is
+    skipped. A number is short for this loss scale: `with_loss_scale(optimizer, 1024)`.
 
     `update` does not check the gradients. `with_loss_scale` still does, and skips steps
     that are not finite, unless `skip=None`. A compiled step contains the scale as a

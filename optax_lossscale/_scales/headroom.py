@@ -6,14 +6,14 @@ scale that keeps a gradient of this size `margin` bits below 2**16, where float1
 overflows. For example, a gradient of 2**-9 has the size -8. With a margin of 1 bit, the
 scale becomes 2**(16 - 1 + 8) = 2**23.
 
-Three words in this file are the rule's own:
+Three words in this file have a meaning of their own:
 
 - The *reserve* is a number of bits by which the scale is lowered further, after
   overflows that the measured gradients do not explain. Only the gradients of the
   parameters are measured, and those inside the model may be larger.
 - The *memory* is the number of steps in which the remembered size and the reserve decay
   by a bit or more, unless a step confirms them. It is short at first, and each run of
-  overflows lengthens it. While all gradients are zero, the decay is 64 times as slow.
+  overflows lengthens it. While all gradients are zero, both decay at most 1/64 as fast.
 - An overflow is *excused* if it does not lower the scale, because batches have been
   found to overflow at any scale.
 """
@@ -36,18 +36,18 @@ from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
 # All finite float16 numbers are below 2**16.
 _OVERFLOW_BITS = 16
-# A reserve this deep means that the batch is at fault: of the 40 bits that float16's
-# numbers span, from 2**-24 to 2**16, it would leave at most 8, and gradients further
-# below the largest would underflow. This is also the most that one overflow adds to
-# the reserve, apart from rounding.
+# From this reserve on, the batch is taken to be at fault, and not the scale. Float16's
+# numbers span 40 bits, from 2**-24 to 2**16, of which at most 8 would be left, and
+# gradients further below the largest would underflow. This is also the most that one
+# overflow adds to the reserve, apart from rounding.
 _DEEP_BITS = 32
-# The remembered size decays twice as fast if the step's is this many bits smaller.
+# The remembered size decays twice as fast if the step's size is this many bits smaller.
 _GAP_BITS = 10
 # The scale stays between 2**-100 and 2**100, well within float32's 2**-126 and 2**128.
 _MAX_EXPONENT = 100
 
-# How many overflows are excused once the batch has been found at fault. That takes six
-# overflows, with reserves of 1, 3, 7, 15, 31 and 63 bits.
+# How many overflows are excused once the batch has been found to be at fault. It takes
+# six overflows to find that, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
 
 # In steps. With a longer memory, one rare outlier would keep the scale low for longer.
@@ -76,9 +76,23 @@ class HeadroomLossScale(LossScale):
     `DynamicLossScale` skips fewer steps. Wherever a run starts, the scale is right
     after a few steps.
 
-    In the following rule, `size` is the least integer for which the step's largest
-    gradient is below `2**size` (the exponent that `frexp` returns), and `largest` is
-    the remembered size, which falls slowly::
+    The rule remembers the size of the largest recent gradient, and chooses the scale
+    that keeps a gradient of this size `margin` bits below overflow. It forgets old
+    sizes slowly, so that the scale can rise again.
+
+    An overflow has one of two causes: some gradient is too large for the scale, or the
+    batch itself produces a NaN or an infinity. At first, the rule assumes the former:
+    each overflow in a row lowers the scale by another 1, 2, 4, 8, … bits. Their sum is
+    the *reserve*. It shrinks while steps are finite, and is dropped as soon as a
+    measured gradient is large enough to explain the overflow. If the reserve has
+    reached 32 bits, and no such gradient follows, the batch is taken to be at fault:
+    the next finite step drops the reserve, and the next 64 overflows are excused, that
+    is, they do not lower the scale.
+
+    In the following pseudocode, `size` is the least integer for which the step's
+    largest gradient is below `2**size` (the exponent that `frexp` returns), `largest`
+    is the remembered size, and `memory` is the number of steps in which `largest` and
+    `reserve` fall by at least one bit::
 
         if grads_overflow:
             overflows += 1
@@ -107,19 +121,10 @@ class HeadroomLossScale(LossScale):
             reserve = max(reserve - (1 + reserve) * fall, 0)
             overflows = min(overflows, 0)
 
-    An overflow has one of two causes: some gradient is too large for the scale, or the
-    batch itself produces a NaN or an infinity. At first, the rule assumes the former,
-    and lowers the scale by 1, 2, 4, 8, … bits, which are the `reserve`. The reserve
-    shrinks while steps are finite. It becomes 0 at once when a measured gradient is
-    large enough to explain the overflow, or at the first finite step after not even 32
-    bits have helped. In the latter case, the batch was at fault, and the next 64
-    overflows are excused: they do not lower the scale.
-
-    The `memory` is the number of steps in which `largest` and `reserve` fall by at
-    least one bit. While all gradients are zero, that takes 64 times as many steps. The
-    memory begins at 0, and each measured step lengthens it up to 32. Each run of
-    overflows doubles it, to at least 32 and at most 512. From there it slowly shrinks
-    back to 32.
+    The memory begins at 0, and each measured step lengthens it up to 32. Each run of
+    overflows doubles it, to at least 32 and at most 512, from where it slowly shrinks
+    back to 32. While all gradients are zero, `largest` and `reserve` fall at most 1/64
+    as fast.
 
     If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
     may have underflowed. So the scale grows at such steps, but slowly: without a
@@ -133,9 +138,9 @@ class HeadroomLossScale(LossScale):
         to 24. With more bits, fewer steps overflow, but more gradients underflow.
 
     Attributes:
-      spare_bits: the bits between the largest remembered gradient and overflow. They
-        are the margin, the reserve, and the fraction of a bit by which the scale is
-        rounded down; float32, shape ().
+      spare_bits: by how many bits a gradient of the remembered size could grow without
+        an overflow. The number is the sum of the margin, the reserve, and the fraction
+        of a bit by which the scale is rounded down; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -220,7 +225,7 @@ class HeadroomLossScale(LossScale):
     def _after_overflow(self) -> Self:
         """Lowers the scale after an overflow.
 
-        An infinity does not show by how much the scale is too large. So the reserve
+        An infinity does not show by how much the scale is too large, so the reserve
         grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The first overflow
         of a run lengthens the memory.
         """
@@ -271,7 +276,7 @@ class HeadroomLossScale(LossScale):
     def _after_zero_step(self) -> Self:
         """Raises the scale after a step whose gradients are all zero.
 
-        They may all have underflowed, but usually they have not. So the scale rises far
+        They may all have underflowed, but usually they have not, so the scale rises far
         more slowly than after a step whose gradients are small, but not zero.
         """
         memory = jnp.maximum(self._memory, _SHORTEST_MEMORY)
@@ -282,9 +287,9 @@ class HeadroomLossScale(LossScale):
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
-        It shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so that it
-        reaches 0. A deep reserve has not helped, so the batch was at fault: the reserve
-        becomes 0, and further overflows are excused.
+        The reserve shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so
+        that it reaches 0. A deep reserve has not helped, so the batch was at fault: the
+        reserve becomes 0, and further overflows are excused.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
@@ -297,8 +302,8 @@ class HeadroomLossScale(LossScale):
     def _largest(self) -> jax.Array:
         """Returns the remembered size; float32, shape ().
 
-        It has a fraction because it decays. It is not stored, but computed from the
-        scale, so that the rule continues from a scale that was set with `replace`.
+        The size has a fraction because it decays. It is not stored, but computed from
+        the scale, so that the rule continues from a scale that was set with `replace`.
         """
         _, exponent = jnp.frexp(self() / 2)  # The scale is 2**exponent.
         max_size = _OVERFLOW_BITS - exponent  # A larger gradient would overflow.

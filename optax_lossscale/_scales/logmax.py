@@ -1,13 +1,13 @@
 """The loss scale that predicts how large the next gradients will be.
 
-At each step, it computes log2 of the largest gradient, and updates moving averages of
-this number and of its square. From them it computes a mean and a standard deviation. It
-then chooses the scale so that the next step's largest gradient overflows only if its
-log2 is several standard deviations above the mean.
+At each step, the rule computes log2 of the largest gradient, and updates moving
+averages of this number and of its square, from which it computes a mean and a standard
+deviation. It then chooses the scale so that the next step's largest gradient overflows
+only if its log2 is several standard deviations above the mean.
 
-For example, let the mean be -10 and the standard deviation 1. With 3.09 of them, the
-default, the scale becomes 2**(16 + 10 - 3.09), so that a gradient of 2**(-10 + 3.09)
-becomes 2**16.
+For example, let the mean be -10 and the standard deviation 1. With the default of 3.09
+standard deviations, the scale becomes 2**(16 + 10 - 3.09), so that a gradient of
+2**(-10 + 3.09) becomes 2**16.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ class LogMaxLossScale(LossScale):
         loss_scale = clip(2 ** (16 - highest), min_scale, max_scale)
 
     A step whose gradients are all zero is averaged as if its largest gradient were
-    2**-126. `adjust`, whose argument is only a flag, averages overflows, and leaves the
+    2**-126. `adjust` is given only a flag, so it averages overflows, and leaves the
     scale as it is at finite steps.
 
     Args:
@@ -53,12 +53,12 @@ class LogMaxLossScale(LossScale):
       max_scale: the cap.
       log_max: an overflow enters the averages as `x = 2**log_max`, although `x` is
         otherwise a logarithm, as in OpenSeq2Seq. With the default of 16, that is 65536.
-        At most 60, so that the square of `x` is finite in float32.
+        It may be at most 60, so that the square of `x` is finite in float32.
       beta1: the decay of the mean, in [0, 1).
       beta2: the decay of the averages for the standard deviation, in [0, 1).
       overflow_std_dev: how many standard deviations above the mean a gradient's log2
-        may be before it overflows, from 0 to 1e6. The default, 3.09, is that of
-        OpenSeq2Seq: 1 in 1000 normally distributed numbers are further above the mean.
+        may be before it overflows, from 0 to 1e6. The default of 3.09 is OpenSeq2Seq's:
+        1 in 1000 normally distributed numbers is farther above the mean.
 
     Attributes:
       mean: moving average of `x` with decay `beta1`, not bias-corrected; float32, shape

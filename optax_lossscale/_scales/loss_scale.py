@@ -1,8 +1,9 @@
 """The abstract loss scale: why the loss is scaled, and how the scale adapts.
 
 The positive numbers of float16 range from 2**-24 to 65504. Gradients of 2**-25 or less,
-half of the least number, are rounded to zero. By the chain rule, multiplying the loss
-by a number multiplies every gradient by it, too. A training step makes use of that:
+half of the smallest of these, are rounded to zero. By the chain rule, multiplying the
+loss by a number also multiplies every gradient by that number. A training step makes
+use of this:
 
 1. It multiplies the loss by a *loss scale* before differentiating it
    (`LossScale.scale`), which moves small gradients into float16's range.
@@ -13,9 +14,9 @@ For example, a gradient of 2**-30 is zero in float16. With a loss scale of 2**15
 backward pass computes 2**-15, and dividing that by 2**15 in float32 recovers 2**-30.
 
 The larger the scale, the fewer gradients underflow, but beyond some scale the largest
-ones overflow to infinity. The step is then skipped, and the scale lowered. So a
-`LossScale` is a number together with the rule that adapts it. Without the wrapper, a
-step begins like this::
+ones overflow to infinity. The step is then skipped, and the scale lowered. A
+`LossScale` is therefore a number together with the rule that adapts it. Without the
+wrapper, a step begins like this::
 
     scaled_grads = jax.grad(lambda params: loss_scale.scale(loss_fn(params)))(params)
     grads = loss_scale.unscale(scaled_grads)
@@ -98,8 +99,8 @@ class LossScale(Stateful):
     def __call__(self) -> jax.Array:
         """Returns the current loss scale as a JAX array, float32, shape ().
 
-        Prefer it to the field `loss_scale`, which is a NumPy number until the first
-        step.
+        Prefer this call to the field `loss_scale`, which is a NumPy number until the
+        first step.
         """
         return jnp.asarray(self.loss_scale, jnp.float32)
 
@@ -107,7 +108,7 @@ class LossScale(Stateful):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Adapts the scale to one step, given only whether its gradients are finite.
 
-        In a compiled step, `grads_finite` is traced. So compute the scale for both
+        In a compiled step, `grads_finite` is traced, so compute the scale for both
         cases, and select with `jnp.where`.
 
         Args:
@@ -148,10 +149,10 @@ class LossScale(Stateful):
 
         If so, the rule has no remedy left, and `raise_if_stuck` raises an error. The
         result is about the last step that the scale adapted to. A step that is skipped
-        because of its loss, or by a skip rule, does not change it.
+        because of its loss, or by a skip rule, does not change the result.
 
         Returns:
-          A bool, shape (); always False unless a subclass overrides this method.
+          A bool, shape (). The base class always returns False.
         """
         return jnp.asarray(False)
 
@@ -207,7 +208,7 @@ class LossScale(Stateful):
         scale = lax.optimization_barrier(self)()
         is_huge = scale > 2.0**126
         shift = jnp.where(is_huge, 4.0, 1.0).astype(dtype)
-        # The first factor is a division because XLA computes a division once. It would
+        # The first factor is a division because XLA computes a division once, but would
         # repeat a cheaper operation in the kernel of each leaf.
         factors = (1 / shift, shift / scale.astype(dtype))
         if not jax.tree.leaves(self):
@@ -220,7 +221,7 @@ class LossScale(Stateful):
 def checks_gradients(update: T) -> T:
     """Marks an `update` method that checks all gradients, so that the step need not.
 
-    The mark is on the function, not on the class. So a subclass that overrides `update`
+    The mark is on the function, not on the class, so a subclass that overrides `update`
     without the mark has its gradients checked by the step.
     """
     vars(update)["checks_gradients"] = True

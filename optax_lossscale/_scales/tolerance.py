@@ -24,9 +24,9 @@ class ToleranceLossScale(LossScale):
     """Backs off at an overflow if too many recent steps have overflowed.
 
     Use it to continue a run of fairseq, or, with a `tolerance` above 0, to keep rare
-    broken batches from lowering the scale. The overflows since the last back-off are
-    too many if they are at least a share of `tolerance` of the steps since the scale
-    last changed. The rule::
+    broken batches from lowering the scale. At an overflow, the scale backs off if the
+    overflows since the last back-off make up at least the share `tolerance` of the
+    steps since the scale last changed. The rule::
 
         steps += 1
         if grads_finite:
@@ -54,8 +54,8 @@ class ToleranceLossScale(LossScale):
       threshold: the lowest scale to back off to, or None. With a threshold above
         `min_scale`, the scale is never exhausted. As in the original, a scale below the
         threshold rises to it when it backs off.
-      min_scale: a lower bound. The scale always stays above it. The default is that of
-        fairseq's `min_loss_scale`.
+      min_scale: a lower bound, above which the scale always stays. The default is
+        fairseq's default for `min_loss_scale`.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().

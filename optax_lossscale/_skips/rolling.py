@@ -4,9 +4,9 @@ For example, with a window of 128 steps and a `sigma_factor` of 6, a step is ski
 its norm is more than 6 standard deviations above the mean norm of the last 128 steps.
 The loss is compared in the same way.
 
-OLMo-core, MaxText and Levanter use this rule. Levanter divides by another number in
-the standard deviation (`ddof`), and skips nothing for one step longer
-(`least_history`).
+OLMo-core, MaxText and Levanter use this rule. Levanter uses another divisor in the
+standard deviation (`ddof`), bounds it from below (`least_deviation`), and waits one
+step longer before it may skip (`least_history`).
 """
 
 from typing import Self

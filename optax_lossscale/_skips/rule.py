@@ -5,13 +5,14 @@ other steps, because gradients that are finite but far larger than usual can und
 model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
 a norm above 10.
 
-The training step computes the norm and calls `update`. This calls `decide`, the method
+The training step computes the norm and calls `update`, which calls `decide`, the method
 that each rule defines, and updates the counts that all rules have.
 
-If a rule skipped nearly all steps, training would stop, and nothing would show it. So
-one of these counts, the *skip debt*, is how many steps must still be applied to make up
-for the skipped ones: a skipped step adds 20, and an applied step subtracts 1.
-`raise_if_stuck` raises an error if the debt exceeds 20 times `max_consecutive_skips`.
+If a rule skipped nearly all steps, training would stop, and nothing would show it.
+Therefore, one of these counts is the *skip debt*: how many steps must still be applied
+to make up for the skipped ones. A step that the rule skips adds 20, and an applied step
+whose norm is not 0 subtracts 1. `raise_if_stuck` raises an error if the debt exceeds 20
+times `max_consecutive_skips`.
 """
 
 import abc
@@ -24,8 +25,8 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
 
-# How many applied steps make up for a skipped one. Chosen: a rule that keeps skipping
-# more than about 1 step in 20 is taken for an error.
+# How many applied steps make up for a skipped one. The number is a heuristic: a rule
+# that keeps skipping more than about 1 step in 20 is assumed to be in error.
 APPLIED_PER_SKIP = 20
 # A debt above this stops growing, so that its int32 never wraps around.
 _MAX_DEBT = 2**30
@@ -88,9 +89,9 @@ class SkipRule(Stateful):
     ) -> tuple[Self, jax.Array]:
         """Decides whether to apply one step, assuming that it is finite.
 
-        In a compiled step, both numbers are traced. So select with `jnp.where`, and do
-        not use `if`. It is also called for steps that are not finite, with a norm or a
-        loss of NaN or infinity.
+        In a compiled step, both numbers are traced, so select with `jnp.where`, and do
+        not use `if`. This method is also called for steps that are not finite, with a
+        norm or a loss of NaN or infinity.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
@@ -117,8 +118,9 @@ class SkipRule(Stateful):
 
         Raises:
           ValueError: if the rule needs the loss, but `value` is None.
-          TypeError: if `decide` returns a rule of another type or configuration, state
-            of other shapes, or a flag that does not have shape ().
+          TypeError: if `decide` returns a rule of another type or configuration, or
+            with state of other shapes.
+          TypeError: if `decide` returns a flag that does not have shape ().
         """
         norm = jnp.asarray(norm, jnp.float32)
         if value is not None:
@@ -135,7 +137,8 @@ class SkipRule(Stateful):
         if should_apply.shape:
             raise TypeError(
                 f"decide of {type(self).__name__} must return one flag for the step, "
-                f"of shape (), got shape {should_apply.shape}. Reduce it by jnp.all"
+                f"of shape (), got shape {should_apply.shape}. Reduce it with "
+                "jnp.all"
             )
         skipped = self.skipped_by_rule
         skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
@@ -149,8 +152,8 @@ class SkipRule(Stateful):
     def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
         """Returns the debt after a step, given what `decide` set; int32, shape ()."""
         # A norm of 0 does not show that steps with other norms are applied, so it pays
-        # off nothing. All gradients are 0, or below about 1e-19, so that their squares
-        # underflow.
+        # off nothing. The norm is 0 if all gradients are 0, or so small that their
+        # squares underflow, which are those below about 1e-19.
         is_nonzero = norm > 0
         payment = is_nonzero.astype(jnp.int32)
         reduced = jnp.maximum(self.skip_debt - payment, 0)

@@ -3,8 +3,8 @@
 A *spike* is a norm or a loss above a limit, which is computed from the last applied
 steps: from their median, their upper quartile, and the largest value that several of
 them reached. A single spike hardly moves these, whereas it would move a mean and a
-standard deviation. They are computed on log2 of norms and losses, so multiplying all
-norms, or all losses, by a constant changes nothing.
+standard deviation. The limit is computed on log2 of norms and losses, so multiplying
+all norms, or all losses, by a constant changes nothing.
 
 For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
 1 bit above their median, that is, above 2. If the norms vary more, the limit is higher.
@@ -83,14 +83,13 @@ class SpikeSkipRule(SkipRule):
         is_above = logs > limits
         is_spike = jnp.any(is_above & is_positive)
 
-        # The budget of `skips.spikes` is what is left of the largest debt: the debt is
-        # 20 * (max_skips - budget). If skipping this step would exceed the budget,
-        # spikes are too frequent to be accidents, and the step is applied.
+        # If the debt after skipping this step would be too large, spikes are too
+        # frequent to be accidents, and the step is applied.
         max_debt = APPLIED_PER_SKIP * self.max_skips
         debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
-        exceeds_budget = debt_if_skipped > max_debt
-        is_over_budget = is_spike & exceeds_budget
-        should_apply = ~is_spike | is_over_budget
+        exceeds_max_debt = debt_if_skipped > max_debt
+        is_accepted = is_spike & exceeds_max_debt
+        should_apply = ~is_spike | is_accepted
 
         # The positive numbers of applied steps enter the window.
         is_remembered = is_positive & should_apply
@@ -100,7 +99,7 @@ class SpikeSkipRule(SkipRule):
             _last=jnp.where(is_remembered[:, None], with_logs, self._last),
             norm_limit=norm_limit,
             value_limit=value_limit,
-            skip_debt=jnp.where(is_over_budget, max_debt, self.skip_debt),
+            skip_debt=jnp.where(is_accepted, max_debt, self.skip_debt),
         )
         return new, should_apply
 

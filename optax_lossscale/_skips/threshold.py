@@ -72,8 +72,8 @@ class MovingAverageSkipRule(SkipRule):
 
     Attributes:
       count: how many steps have been applied so far; int32, shape ().
-      mean: moving average of their norms, 1 at first; float32, shape ().
-      mean_square: moving average of the squares of their norms, 1 at first; float32,
+      mean: moving average of the norms of applied steps, 1 at first; float32, shape ().
+      mean_square: moving average of the squares of these norms, 1 at first; float32,
         shape ().
     """
 
