@@ -36,8 +36,7 @@ _SLOPE_TOLERANCE = 0.02
 # Down to how many exponents below the highest loss scale the outputs of a float16 step
 # are compared. A heuristic: half of the 40 exponents between overflow, at 2**16, and
 # the smallest float16 number, 2**-24. If the largest gradient nearly overflows at the
-# highest scale, only gradients that are more than 2**20 times smaller become zero above
-# the lowest scale that is compared, or at it.
+# highest scale, only gradients more than 2**20 times smaller become zero in this range.
 _REACH = 20
 # A change between two neighbouring scales may be caused by underflow if it is at most
 # this share of the output's largest change between lower scales. The rounding errors of

@@ -92,8 +92,8 @@ def assert_survives_overflow(
 
     Raises:
       AssertionError: if a skipped step changes what is passed on to the next step, or
-        if a NaN in the batch makes it infinite or NaN. This error, like the next two,
-        names the outputs concerned, if any, and suggests a fix.
+        if a NaN in the batch makes any of this infinite or NaN. The error, like the
+        next two, names the outputs concerned, if any, and suggests a fix.
       AssertionError: if the step is not skipped at an overflow, the skip is not
         counted, or the loss scale does not adapt.
       AssertionError: if the optimizer's state does not come back, or replicas differ.

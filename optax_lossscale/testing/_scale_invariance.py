@@ -77,8 +77,8 @@ def assert_scale_invariant(
     gradients. Put this assertion into your tests, with the step that you train with,
     its initial state and a small batch.
 
-    The step is run on copies of its arguments: about 30 times, and twice more for each
-    argument that holds arrays of floats.
+    The step is run about 30 times, and twice more for each argument that holds arrays
+    of floats, on copies of its arguments:
 
     - At falling loss scales, all powers of two, the assertion looks for outputs that
       follow a power of the scale, such as a norm of scaled gradients, or that change in
@@ -115,7 +115,7 @@ def assert_scale_invariant(
         If there are several faults, only the first is reported.
       AssertionError: if a step at which gradients overflow is not skipped, changes what
         is passed on to the next step, or does not adapt the loss scale.
-      AssertionError: if the master weights no longer round to the parameters.
+      AssertionError: if float32 master weights no longer round to the parameters.
       ValueError: if the arguments hold no loss scale, or several.
       ValueError: if the loss scale is a `FixedLossScale`, which compiled steps hold as
         a constant. Test the step with one that adapts, such as `DynamicLossScale()`.
@@ -395,7 +395,7 @@ Gradients are unscaled by the new loss scale. Unscale them by the scale that the
 multiplied by, which is in the state that the step is given. Adapt it afterwards."""
 _RARELY_APPLIED = """\
 It is skipped at all but {times} loss scales, although its outputs are finite, so gradients are
-multiplied by another scale than the one in the state that the step is given, such as the scale of
+multiplied by another scale than that of the state that the step is given, such as the scale of
 another optimizer or an older state. Use value_and_scaled_grad(loss_fn, state) inside the step."""
 _LOST_REMEDY = """\
 Something changes the updates of with_master_weights, so each step loses the digits that the

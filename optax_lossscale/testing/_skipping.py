@@ -19,7 +19,7 @@ from optax_lossscale.testing._trial import Trial
 
 
 def scale_not_adapted(overflow_trials: list[Trial]) -> str:
-    """Reports a step that does not adapt its loss scale, so the next overflows as well.
+    """Reports a step that does not adapt its loss scale, so the next step overflows.
 
     Such a step returns the loss scale that it was given, or the same one whatever it
     was given.
