@@ -1275,6 +1275,11 @@ def test_errors_count_where_float32_chooses_other_pivots(function):
     assert ols.diagnose(autocasted, w, x).off["."] == pytest.approx(off, rel=0.01)
 
 
+def test_matrices_without_rows_are_inverted():
+    loss_fn = lambda w: square(w.astype(F16)) + jnp.sum(jnp.linalg.inv(w[:0, :0]))
+    assert ols.diagnose(loss_fn, jnp.eye(2)).off["."] == 0
+
+
 # --- what is to be in float32 beside products ---
 
 
