@@ -215,5 +215,5 @@ def check_concrete(name: str, tree: Any) -> None:
     if is_traced(tree):
         raise TypeError(
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
-            "what the compiled step returned, or from jax.debug.callback"
+            "what the compiled step returned, or by jax.debug.callback"
         )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType, reshard
 
@@ -29,9 +30,9 @@ from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
     Array,
-    astype,
     is_inexact,
 )
+from optax_lossscale._programs.versions import name_of
 
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
@@ -173,33 +174,55 @@ def _apply(eqn: JaxprEqn, operands: Sequence[Pair], widths: Widths) -> list[Pair
     reference_operands = [pair.reference for pair in operands]
     reference = in_wide(eqn, reference_operands, widths.reference)
     pairs = list(map(Pair, actual, reference))
-    # A sort chooses an order, but sorted numbers can be compared even if orders differ.
-    if Trait.CHOOSES in traits(eqn):
-        return pairs
-    return _with_same_choices(pairs)
+    return _with_same_pivots(eqn, reference_operands, pairs)
 
 
-def _with_same_choices(pairs: list[Pair]) -> list[Pair]:
-    """Makes the reference follow choices that an equation returns along with floats.
+def _with_same_pivots(
+    eqn: JaxprEqn, references: Sequence[Array], pairs: list[Pair]
+) -> list[Pair]:
+    """Makes the reference follow the pivots that an LU or QR decomposition chooses.
 
-    The factors of an LU decomposition mean nothing without its pivots. So if the
-    reference chooses other pivots for any matrix of a batch, the actual factors replace
-    its factors in the whole batch. Only the first choice is compared, such as the
-    pivots: any other, such as the permutation, follows from it.
+    Two decompositions can be compared only if their pivots are the same. So the
+    reference of the matrix is put in the order of the actual pivots, and then factored
+    in that order.
     """
-    choices = [pair for pair in pairs if not is_inexact(pair.actual)]
-    if not choices or len(choices) == len(pairs):
-        return pairs
-    first = choices[0]
-    are_same = jnp.all(first.actual == first.reference)
-    results = []
-    for pair in pairs:
-        reference = pair.reference
-        if is_inexact(pair.actual):
-            actual = astype(pair.actual, reference.dtype)
-            reference = jnp.where(are_same, reference, actual)
-        results.append(Pair(pair.actual, reference))
-    return results
+    if name_of(eqn) == "lu":
+        factors, pivots, order = pairs
+        rows = order.actual[..., None]
+        ordered = jnp.take_along_axis(references[0], rows, axis=-2)
+        return [Pair(factors.actual, _lu_in_order(ordered)), pivots, order]
+    if name_of(eqn) == "qr" and eqn.params["pivoting"]:
+        q, r, order = pairs
+        columns = order.actual[..., None, :]
+        ordered = jnp.take_along_axis(references[0], columns, axis=-1)
+        full_matrices = eqn.params["full_matrices"]
+        q_in_order, r_in_order = lax.linalg.qr(ordered, full_matrices=full_matrices)
+        return [Pair(q.actual, q_in_order), Pair(r.actual, r_in_order), order]
+    return pairs
+
+
+def _lu_in_order(matrix: Array) -> Array:
+    """Returns L and U of a matrix, or of each in a batch, without exchanging rows.
+
+    As for `lu`, both are in one array, without the ones on the diagonal of L.
+    """
+    if not matrix.size:  # a loop over no columns could not be traced
+        return matrix
+    height, width = matrix.shape[-2:]
+    rows = jnp.arange(height)[:, None]
+    columns = jnp.arange(width)
+
+    def eliminated(k, matrix):
+        row = lax.dynamic_index_in_dim(matrix, k, axis=-2)
+        column = lax.dynamic_index_in_dim(matrix, k, axis=-1)
+        pivot = lax.dynamic_index_in_dim(row, k, axis=-1)
+        is_below = rows > k
+        # If the rest of the column is 0, the pivot is, too.
+        ratios = jnp.where(is_below & (column != 0), column / pivot, 0)
+        difference = matrix - ratios * jnp.where(columns > k, row, 0)
+        return jnp.where(is_below & (columns == k), ratios, difference)
+
+    return lax.fori_loop(0, min(height, width), eliminated, matrix)
 
 
 @functools.cache

@@ -7,9 +7,10 @@ scale, but not every one is: clipping in a custom derivative is not. So if the b
 pass computes in float16, the gradient also runs at the predicted scale. That run
 confirms the prediction, or predicts another scale to try.
 
-If a result is off, or if float32 would choose differently, the program runs once more,
-in float32 with its own choices, beside float64. If these two are far apart as well,
-then float32 does not determine the result, and 16 bits are not to blame for it.
+If a result is off or not in proportion to the scale, or if float32 would choose
+differently, the program runs once more, in float32 with its own choices, beside
+float64. If these two are far apart as well, then float32 does not determine the result,
+and 16 bits are not to blame for it.
 """
 
 from collections.abc import Hashable, Iterable
@@ -28,9 +29,10 @@ from optax_lossscale._diagnosis.scale import (
     MARGIN,
     InitialScale,
     first_overflow,
+    out_of_proportion,
 )
 from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
-from optax_lossscale._diagnosis.value import Value, notes_of
+from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.values import Array
 
 _TRIES = 6
@@ -104,8 +106,8 @@ class Runs(NamedTuple):
       at_1: the run at a loss scale of 1.
       fit: the loss scale that fits, with its run.
       in_float32: the run in float32, with its own choices, beside float64, at the loss
-        scale of `fitting`. It is None if in `fitting` nothing is off, and float32 would
-        make the same choices.
+        scale of `fitting`. It is None if in `fitting` nothing is off, float32 would
+        make the same choices, and the gradients are in proportion to the scale.
     """
 
     parameters: dict[str, Array]
@@ -135,17 +137,28 @@ def runs_of(gradient: Gradient) -> Runs:
     at_1 = _run(shadow, gradient, 1.0)
     fit = _fit(shadow, gradient, at_1)
     in_float32 = None
-    if _is_in_doubt(fit.run):
+    if _is_in_doubt(at_1, fit.run):
         with jax.enable_x64(True):
             shadow = run_to_seed(program, gradient.arguments, IN_FLOAT32)
             in_float32 = _run(shadow, gradient, fit.run.scale)
     return Runs(gradient.parameters, at_1, fit, in_float32)
 
 
-def _is_in_doubt(run: Run) -> bool:
-    """Whether a result or a value inside is off, or float32 would choose otherwise."""
-    for note in notes_of(run.results.values()):
-        if note.error > TOLERANCE or not note.is_reference_finite:
+def _is_in_doubt(at_1: Run, run: Run) -> bool:
+    """Whether anything may be wrong, or float32 would choose otherwise.
+
+    Args:
+      at_1: the run at a loss scale of 1, which shows what is not linear in the scale.
+      run: the run that confirms the scale that fits, whose results are judged.
+    """
+    results_at_1 = at_1.results
+    for name, value in run.results.items():
+        note = value.note
+        if note is None:
+            continue
+        deviation = out_of_proportion(results_at_1[name].note, note, run.scale)
+        is_off = max(note.error, deviation) > TOLERANCE
+        if is_off or not note.is_reference_finite:
             return True
     for note in run.notes:
         is_off_inside = note.off_share > LARGE_SHARE and not note.is_backward

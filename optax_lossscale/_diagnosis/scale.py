@@ -39,6 +39,13 @@ MARGIN = 2
 A heuristic: with 2 bits, gradients may become 4 times as large without an overflow.
 """
 
+COMPARABLE = 2.0**-100
+"""Only larger numbers are compared, because smaller ones may lack digits in float32.
+
+The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**-100 is
+2**-123, which is still a normal number.
+"""
+
 _NOTABLE = 0.01
 """The share of gradients above which underflow is worth mentioning, a heuristic."""
 
@@ -149,6 +156,21 @@ def _largest_operand(note: Note) -> Note | None:
     """Returns the largest operand of the backward pass, except for its seed."""
     reads = [read for read in note.reads if read.is_backward and not read.is_argument]
     return max(reads, key=lambda read: read.largest, default=None)
+
+
+def out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
+    """Measures how far a result in float32 is from growing in proportion to the scale.
+
+    It is 0 if the result does not depend on the scale, or is too small to be compared.
+
+    Args:
+      at_1: the note of the result in the run at a loss scale of 1, if there is one.
+      note: its note in the run at `scale`.
+      scale: the loss scale of that run.
+    """
+    if at_1 is None or not note.is_backward or at_1.typical < COMPARABLE:
+        return 0.0
+    return abs(note.typical / (at_1.typical * scale) - 1)
 
 
 def underflow_by_group(

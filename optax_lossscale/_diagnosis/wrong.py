@@ -43,15 +43,9 @@ from optax_lossscale._diagnosis.notes import (
     least_normal,
 )
 from optax_lossscale._diagnosis.run import Run, Runs
+from optax_lossscale._diagnosis.scale import COMPARABLE, out_of_proportion
 from optax_lossscale._diagnosis.value import notes_of
 from optax_lossscale._programs.values import is_narrow_dtype
-
-_COMPARABLE = 2.0**-100
-"""Only larger numbers are compared, because smaller ones may lack digits in float32.
-
-The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**-100 is
-2**-123, which is still a normal number.
-"""
 
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
 """Why the difference of two equal things, which is 0 in float32, is off in 16 bits."""
@@ -283,7 +277,7 @@ def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | 
     cause = cause_of(note)
     may_be_near_0 = name == THE_LOSS and _is_wide_sum(cause.note)
     if may_be_near_0 and _are_grads_right(runs):
-        change = max(_change_of_loss(runs), _COMPARABLE)
+        change = max(_change_of_loss(runs), COMPARABLE)
         if note.distance / change <= TOLERANCE:
             return note.distance / change, None
     return note.error, cause
@@ -299,13 +293,13 @@ def _deviation_and_cause(
     the cause is None.
     """
     scale = runs.fitting.scale
-    deviation = _out_of_proportion(runs.at_1.results[name].note, note, scale)
+    deviation = out_of_proportion(runs.at_1.results[name].note, note, scale)
     if deviation <= TOLERANCE:
         return note.error, None
     at_1 = runs.at_1.by_result
     for earlier in runs.fitting.notes:
         same_at_1 = at_1.get(earlier.result)
-        if _out_of_proportion(same_at_1, earlier, scale) > TOLERANCE:
+        if out_of_proportion(same_at_1, earlier, scale) > TOLERANCE:
             return deviation, Cause(How.IS_NOT_LINEAR, earlier)
     return deviation, Cause(How.IS_NOT_LINEAR, note)
 
@@ -342,21 +336,6 @@ def _change_of_loss(runs: Runs) -> float:
         parameter = np.asarray(x).astype(grad.dtype)
         change += abs(np.vdot(parameter, grad))
     return float(change) / run.scale
-
-
-def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
-    """Measures how far a result in float32 is from growing in proportion to the scale.
-
-    It is 0 if the result does not depend on the scale, or is too small to be compared.
-
-    Args:
-      at_1: the note of the result in the run at a loss scale of 1, if there is one.
-      note: its note in the run at `scale`.
-      scale: the loss scale of that run.
-    """
-    if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
-        return 0.0
-    return abs(note.typical / (at_1.typical * scale) - 1)
 
 
 # --- values inside ---

@@ -1248,6 +1248,38 @@ def test_choices_that_change_nothing_are_fine():
     assert "is fine" in found.verdict
 
 
+def inverted_by_qr(matrix):
+    """The inverse, with its columns in the order of the pivots."""
+    q, r, _ = jax.scipy.linalg.qr(matrix, pivoting=True)
+    return jnp.linalg.solve(r, q.T)
+
+
+PIVOTING = {
+    "inv": lambda x: jnp.linalg.inv(1j * x),
+    "qr": functools.partial(lax.map, inverted_by_qr),
+}
+
+
+@pytest.mark.parametrize("function", PIVOTING)
+def test_errors_count_where_float32_chooses_other_pivots(function):
+    def loss_fn(w, x):
+        return jnp.sum(jnp.abs(PIVOTING[function](x @ w)) ** 2)
+
+    # Rounding changes which row and which column is the largest.
+    w = jnp.array([[1.0205, 1.0035], [1.0225, 1.04]])
+    x = jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
+    autocasted = ols.autocast(loss_fn, BF16)
+    grads, true_grads = jax.grad(autocasted)(w, x), jax.grad(loss_fn)(w, x)
+    off = float(jnp.linalg.norm(grads - true_grads) / jnp.linalg.norm(true_grads))
+    assert off > 0.05
+    assert ols.diagnose(autocasted, w, x).off["."] == pytest.approx(off, rel=0.01)
+
+
+def test_matrices_without_rows_are_inverted():
+    loss_fn = lambda w: square(w.astype(F16)) + jnp.sum(jnp.linalg.inv(w[:0, :0]))
+    assert ols.diagnose(loss_fn, jnp.eye(2)).off["."] == 0
+
+
 # --- what is to be in float32 beside products ---
 
 

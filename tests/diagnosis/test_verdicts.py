@@ -691,6 +691,22 @@ def test_most_gradients_that_float32_does_not_determine_are_not_fine():
     assert "but for 2 that float32 does not determine." in " ".join(str(found).split())
 
 
+def test_a_gradient_that_float32_does_not_determine_is_not_blamed_on_a_clip():
+    """A softmax whose sum has a square out of the range of float32."""
+    x, y, w = (
+        jax.random.normal(jax.random.key(seed), shape)
+        for seed, shape in enumerate([(64, 16), (64, 4), (16, 4)])
+    )
+
+    def loss_fn(w, x, y):
+        e = jnp.exp(x @ w)
+        return square(e / e.sum(1, keepdims=True) - y)
+
+    found = ols.diagnose(loss_fn, 6.8 * w, x, y)
+    assert found.wrong == ()
+    assert found.undetermined == (".",)
+
+
 def test_gradients_that_float32_gives_roughly_are_wrong_if_16_bits_are_far_worse():
     """A variance as E[x²] - E[x]² far from 0, in float32."""
     nnx = pytest.importorskip("flax.nnx")
