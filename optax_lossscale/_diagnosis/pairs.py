@@ -32,7 +32,6 @@ from optax_lossscale._programs.values import (
     Array,
     is_inexact,
 )
-from optax_lossscale._programs.versions import name_of
 
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
@@ -186,12 +185,12 @@ def _with_same_pivots(
     reference of the matrix is put in the order of the actual pivots, and then factored
     in that order.
     """
-    if name_of(eqn) == "lu":
+    if eqn.primitive is lax.linalg.lu_p:
         factors, pivots, order = pairs
         rows = order.actual[..., None]
         ordered = jnp.take_along_axis(references[0], rows, axis=-2)
         return [Pair(factors.actual, _lu_in_order(ordered)), pivots, order]
-    if name_of(eqn) == "qr" and eqn.params["pivoting"]:
+    if eqn.primitive is lax.linalg.qr_p and eqn.params["pivoting"]:
         q, r, order = pairs
         columns = order.actual[..., None, :]
         ordered = jnp.take_along_axis(references[0], columns, axis=-1)
