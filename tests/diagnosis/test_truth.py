@@ -1275,6 +1275,16 @@ def test_errors_count_where_float32_chooses_other_pivots(function):
     assert ols.diagnose(autocasted, w, x).off["."] == pytest.approx(off, rel=0.01)
 
 
+def test_other_pivots_than_float32s_are_no_error():
+    """In bfloat16, both columns are as long, and in float32, the second is longer."""
+    loss_fn = lambda w, x: square(inverted_by_qr(x @ w))
+    w = jnp.array([[1.0198, -1.0250], [1.0, 1.0]])
+    found = ols.diagnose(ols.autocast(loss_fn, BF16), w, jnp.eye(2))
+    assert [choice.origin.primitive for choice in found.choices] == ["qr"]
+    assert found.wrong == ()
+    assert max(found.off.values()) < 0.01
+
+
 def test_matrices_without_rows_are_inverted():
     loss_fn = lambda w: square(w.astype(F16)) + jnp.sum(jnp.linalg.inv(w[:0, :0]))
     assert ols.diagnose(loss_fn, jnp.eye(2)).off["."] == 0
