@@ -152,7 +152,10 @@ class Note(Figures):
 
     @property
     def line(self) -> str:
-        """The operation and its source line, such as `exp at model.py:12 (f)`."""
+        """The operation and its source line.
+
+        It is `exp at model.py:12 (f)`, for example.
+        """
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
