@@ -206,9 +206,9 @@ def _remedy(wrong: Wrong) -> str:
     place = wrong.place
     if wrong.is_inner and wrong.how in (How.VANISHES, How.OVERFLOWS):
         return _SCALE_INNER_LOSS.format(source=place.source)
-    products = [row for row in wrong.rounded if row.is_any(Trait.PRODUCT)]
+    products = [row for row in wrong.rounded if row.has_any(Trait.PRODUCT)]
     between = lines_of(row for row in wrong.rounded if row not in products)
-    if not products and place.is_any(Trait.PRODUCT):
+    if not products and place.has_any(Trait.PRODUCT):
         products = [place]
     if products and wrong.how not in _NOT_CURED:
         return _keep_products(products, between)
@@ -380,12 +380,12 @@ def _about_scale(report: Findings) -> _Remarks:
             _REMEDIES[How.OVERFLOWS].format(line=report.overflow.line),
         )
     # Gradients that do not underflow, but are off at a scale of 1, need at least 2**1.
-    least_bits = 1 if report.off_without else 0
+    least_bits = 1 if report.off_unscaled else 0
     bits = max((group.bits for group in groups), default=least_bits)
     yours = report.loss_scale
     if yours is None:
-        are_wrong_at_1 = groups or report.off_without
-        if are_wrong_at_1 or not report.is_finite_without:
+        are_wrong_at_1 = groups or report.off_unscaled
+        if are_wrong_at_1 or not report.is_finite_unscaled:
             yield _without_a_scale(report, scale), _wrap(report, fits, bits)
         return
     smallest = min(2.0**bits, fits.scale)
@@ -405,7 +405,7 @@ def _without_a_scale(report: Findings, scale: str) -> str:
       scale: the loss scale that fits, as text.
     """
     without = f"Without a loss scale of about {scale},"
-    if not report.is_finite_without:
+    if not report.is_finite_unscaled:
         return f"{without} gradients are not finite."
     if report.underflow:
         # The groups are sorted: the group of all gradients, if listed, then the worst.
@@ -415,7 +415,7 @@ def _without_a_scale(report: Findings, scale: str) -> str:
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
             f"gradients{of_group} to underflow."
         )
-    off = report.off_without
+    off = report.off_unscaled
     worst = max(off, key=off.__getitem__)
     return f"{without} the gradient of {worst} is off by {off[worst]:.1%}."
 
@@ -429,7 +429,7 @@ def _wrap(report: Findings, fits: InitialScale, bits: int) -> str:
       bits: the smallest loss scale that is large enough is 2**bits.
     """
     exponent = round(math.log2(fits.scale))
-    if bits <= _DEFAULT_EXPONENT <= exponent and report.is_finite_without:
+    if bits <= _DEFAULT_EXPONENT <= exponent and report.is_finite_unscaled:
         return "Wrap the optimizer: with_loss_scale(optimizer)."
     scale = f"initial_scale=2.0**{exponent}"
     if exponent < 0:

@@ -120,7 +120,7 @@ def cause_of(note: Note) -> Cause:
     if how is How.VANISHES and fault.bad:
         most_lost = max(fault.reads, key=lambda read: read.lost)
         fault = _where_lost(most_lost)
-        if fault.is_any(Trait.ADDS_TWO):  # a sum of two is 0 only if they cancel
+        if fault.has_any(Trait.ADDS_TWO):  # a sum of two is 0 only if they cancel
             how = How.CANCELS
     computed = _where_computed(fault)
     # `computed` comes first, as `back_from` begins with the last note of its list.
@@ -193,10 +193,10 @@ def _is_masked(note: Note) -> bool:
     masks are applied after products.
     """
     path = path_from(note, _first_not_finite)
-    if any(step.is_any(Trait.PRODUCT) for step in path):
+    if any(step.has_any(Trait.PRODUCT) for step in path):
         return False
     first = path[-1]
-    return not first.reads or first.is_any(Trait.FILLS)
+    return not first.reads or first.has_any(Trait.FILLS)
 
 
 # --- What the equation at fault does ---
@@ -213,7 +213,7 @@ def _how_not_finite(note: Note) -> How:
         return How.VANISHES
     # A partial sum may overflow although the whole sum is small in float32. Any other
     # operation has a pole at the numbers to which its operands were rounded.
-    is_sum = note.is_any(SUMS | Trait.PRODUCT)
+    is_sum = note.has_any(SUMS | Trait.PRODUCT)
     if is_sum and is_narrow_dtype(note.dtype) and not note.nan:
         return How.OVERFLOWS
     return How.IS_UNDEFINED
@@ -226,18 +226,18 @@ def _how_off(note: Note) -> How:
     dtype = _where_computed(note).dtype
     if not is_narrow_dtype(dtype):
         return How.AMPLIFIES
-    if 0 < note.typical < least_normal(dtype):
+    if 0 < note.rms < least_normal(dtype):
         return How.VANISHES
     # A loop that adds one term in each iteration is a long sum as well.
-    is_sum_in_loop = note.rounds and note.is_any(SUMS)
-    is_long_sum = is_sum_in_loop or note.is_any(Trait.ADDS_MANY)
+    is_sum_in_loop = note.iterations and note.has_any(SUMS)
+    is_long_sum = is_sum_in_loop or note.has_any(Trait.ADDS_MANY)
     return How.STAGNATES if is_long_sum else How.ROUNDS
 
 
 def _cancels(note: Note) -> bool:
     """Whether a result is a sum that is small beside its terms."""
-    is_sum = note.is_any(SUMS | Trait.PRODUCT)
-    return is_sum and note.typical < _SMALL * size_of_sum(note)
+    is_sum = note.has_any(SUMS | Trait.PRODUCT)
+    return is_sum and note.rms < _SMALL * size_of_sum(note)
 
 
 def size_of_sum(note: Note) -> float:
@@ -245,16 +245,16 @@ def size_of_sum(note: Note) -> float:
 
     The sum of n such terms is about sqrt(n) times as large as one of them.
     """
-    sizes = [read.typical for read in note.reads if read.typical]
+    sizes = [read.rms for read in note.reads if read.rms]
     growth = math.sqrt(note.origin.terms)
-    if note.is_any(Trait.PRODUCT):
+    if note.has_any(Trait.PRODUCT):
         return growth * math.prod(sizes)
     return growth * max(sizes, default=0.0)
 
 
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits was rounded to a limit of its function: 0, 1 or -1."""
-    may_saturate = is_narrow_dtype(note.dtype) and note.is_any(Trait.SATURATES)
+    may_saturate = is_narrow_dtype(note.dtype) and note.has_any(Trait.SATURATES)
     return may_saturate and (note.lost > 0 or note.at_limit)
 
 
@@ -266,7 +266,7 @@ def _operands_at_limit(note: Note) -> Sequence[Note]:
 
     A sum or a product has no such operands, because it computes its 1 or -1 anew.
     """
-    if note.is_any(SUMS | Trait.PRODUCT):
+    if note.has_any(SUMS | Trait.PRODUCT):
         return ()
     return [read for read in note.reads if read.at_limit]
 
@@ -277,7 +277,7 @@ def _where_computed(note: Note) -> Note:
     The search follows the worst operand. It ends at a cast to 16 bits or fewer, which
     rounds numbers, and so counts as computing them.
     """
-    while note.is_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
+    while note.has_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         operand = worst_operand(note)
         if operand is None or operand.is_argument:
             break
@@ -306,9 +306,9 @@ def _operands_that_count(note: Note) -> Sequence[Note]:
     A product in 16 bits rounds its own result, so the search for rounded values ends
     there. In a sum of two, a term that is small beside the other does not matter.
     """
-    if is_narrow_dtype(note.dtype) and note.is_any(Trait.PRODUCT):
+    if is_narrow_dtype(note.dtype) and note.has_any(Trait.PRODUCT):
         return ()
-    if not note.is_any(Trait.ADDS_TWO):
+    if not note.has_any(Trait.ADDS_TWO):
         return note.reads
-    largest = max((read.typical for read in note.reads), default=0.0)
-    return [read for read in note.reads if read.typical >= _SMALL * largest]
+    largest = max((read.rms for read in note.reads), default=0.0)
+    return [read for read in note.reads if read.rms >= _SMALL * largest]

@@ -36,7 +36,7 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
     Returns:
       The errors of results by name: only of those in `right`, and only errors above 5%.
     """
-    any_differ = any(note.decided for note in runs.fitting.notes)
+    any_differ = any(note.differing for note in runs.fitting.notes)
     if runs.in_float32 is None or not any_differ:
         return {}
     as_written = runs.fitting.results
@@ -70,11 +70,11 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     if not np.isfinite(run.loss.pair.actual):
         return []
     all_count = THE_LOSS in off or max(off.values(), default=0.0) > LARGE_SHARE
-    worst_first = sorted(run.notes, key=lambda note: note.decided, reverse=True)
+    worst_first = sorted(run.notes, key=lambda note: note.differing, reverse=True)
     worst_by_line: dict[str, Note] = {}
     for note in worst_first:
         tolerated = 0.0 if all_count else _tolerated(note)
-        if note.decided > tolerated:
+        if note.differing > tolerated:
             worst_by_line.setdefault(note.line, note)
     return [note.row for note in worst_by_line.values()]
 

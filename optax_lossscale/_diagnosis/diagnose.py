@@ -182,8 +182,8 @@ def _findings(
         initial_scale=runs.fit.scale,
         overflow=overflow.row if overflow else None,
         has_gradients=any(np.any(x.pair.reference) for x in run.grads.values()),
-        is_finite_without=runs.at_1.is_finite,
-        off_without=_off_without(runs, right),
+        is_finite_unscaled=runs.at_1.is_finite,
+        off_unscaled=_off_unscaled(runs, right),
         underflow=underflow,
         not_compared=runs.not_compared,
         table=table_of(run.notes),
@@ -217,7 +217,7 @@ def _loss_in_float32(runs: Runs) -> float:
     return float(loss)
 
 
-def _off_without(runs: Runs, right: Container[str]) -> dict[str, float]:
+def _off_unscaled(runs: Runs, right: Container[str]) -> dict[str, float]:
     """Returns the gradients that need a loss scale, and how far they are off without it.
 
     These are right at the scale that fits, and off by more than 5% at a scale of 1.

@@ -67,7 +67,7 @@ def worst_operand(note: Note) -> Note | None:
     relative error of a small term hardly changes a sum. All others are compared by
     `error`. If the errors of several are infinite, one with NaNs counts as the worst.
     """
-    if not note.bad and note.is_any(Trait.ADDS_TWO | Trait.CHOOSES):
+    if not note.bad and note.has_any(Trait.ADDS_TWO | Trait.CHOOSES):
         return max(note.reads, key=lambda read: read.distance, default=None)
     return max(note.reads, key=lambda read: (read.error, read.nan), default=None)
 
@@ -101,10 +101,10 @@ def _in_many_iterations(path: Sequence[Note]) -> Note | None:
     Of several such equations, those with results in 16 bits come first, and among these
     the sums.
     """
-    counts = Counter(note.origin for note in path if note.rounds)
+    counts = Counter(note.origin for note in path if note.iterations)
     often = [note for note in path if counts[note.origin] >= _MANY_ITERATIONS]
     narrow = [note for note in often if is_narrow_dtype(note.dtype)]
     candidates = narrow or often
-    sums = [note for note in candidates if note.is_any(SUMS)]
+    sums = [note for note in candidates if note.has_any(SUMS)]
     candidates = sums or candidates
     return candidates[0] if candidates else None

@@ -68,11 +68,11 @@ class Figures:
         and not zero: those that underflowed or cancelled.
       at_limit: whether a number is 1 or -1 where the reference lies strictly between,
         as where a sigmoid or a tanh saturates.
-      decided: for indices and conditions, the share that differs between the result and
+      differing: for indices and conditions, the share that differs between the result and
         the reference; 0 for floats.
       largest: the largest finite absolute value of the result and of the reference,
         where the reference is finite.
-      typical: the root mean square of the finite numbers of the reference.
+      rms: the root mean square of the finite numbers of the reference.
     """
 
     count: int = 1
@@ -85,9 +85,9 @@ class Figures:
     is_reference_nan: bool = False
     lost: float = 0.0
     at_limit: bool = False
-    decided: float = 0.0
+    differing: float = 0.0
     largest: float = 0.0
-    typical: float = 0.0
+    rms: float = 0.0
 
 
 def figures_of(actual: ArrayLike, reference: ArrayLike) -> Figures:
@@ -110,8 +110,8 @@ def figures_of(actual: ArrayLike, reference: ArrayLike) -> Figures:
 def figures_of_choices(actual: ArrayLike, reference: ArrayLike) -> Figures:
     """Compares indices or conditions with those of the reference, of the same shape."""
     differs = np.not_equal(actual, reference)
-    decided = float(differs.mean()) if differs.size else 0.0
-    return Figures(differs.size, decided=decided)
+    differing = float(differs.mean()) if differs.size else 0.0
+    return Figures(differs.size, differing=differing)
 
 
 def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
@@ -123,11 +123,11 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
         return _figures_if_not_finite(actual, reference)
     count = actual.size
     norm = _norm(reference)
-    typical = norm / math.sqrt(count)
+    rms = norm / math.sqrt(count)
     difference = np.abs(actual - reference)
     distance = _norm(difference)
     if not distance:
-        return Figures(count, largest=largest, typical=typical)
+        return Figures(count, largest=largest, rms=rms)
     floor = _FRACTION_OF_MEAN * float(sizes.mean(dtype=np.float64))
     is_off = difference > TOLERANCE * np.maximum(sizes, floor)
     n_nonzero = np.count_nonzero(reference)
@@ -141,7 +141,7 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
         lost=float(n_lost / max(n_nonzero, 1)),
         at_limit=bool(is_at_limit.any()),
         largest=largest,
-        typical=typical,
+        rms=rms,
     )
 
 
@@ -159,7 +159,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     figures = _figures(finite_actual, finite_reference)
     bad = bool(is_bad.any())
     n_finite = np.count_nonzero(is_finite)
-    # `typical` is a mean over the finite numbers only, without the zeros put in above.
+    # `rms` is a mean over the finite numbers only, without the zeros put in above.
     share_finite = max(n_finite, 1) / actual.size
     return dataclasses.replace(
         figures,
@@ -169,7 +169,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
         nan=bool(np.isnan(actual[is_bad]).any()),
         is_reference_finite=n_finite == actual.size,
         is_reference_nan=bool(np.isnan(reference).any()),
-        typical=figures.typical / math.sqrt(share_finite),
+        rms=figures.rms / math.sqrt(share_finite),
     )
 
 

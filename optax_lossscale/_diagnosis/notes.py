@@ -86,14 +86,14 @@ class Note(Figures):
       origin: the equation that computed the result, or the argument of the program.
       dtype: the dtype of the result.
       position: the position of the result among the results of its equation.
-      rounds: the iteration of each loop around the equation, counted from 0, the
+      iterations: the iteration of each loop around the equation, counted from 0, the
         outermost loop first; empty outside of loops.
       is_backward: whether the result belongs to the backward pass. If it does, and this
         pass is linear, it is proportional to the loss scale.
       reads: the notes of the operands. They are left out of a report, because with them
         each note would keep all earlier notes in memory.
-      before: the largest `error` of an operand. If `error` is far larger, the equation
-        itself is to blame.
+      worst_operand_error: the largest `error` of an operand. If `error` is far larger,
+        the equation itself is to blame.
       nearest: the parameters from which the fewest equations lead to the result. They
         tell the layer where no scope does, and are set in a report only.
     """
@@ -101,10 +101,10 @@ class Note(Figures):
     origin: Origin
     dtype: np.dtype
     position: int = 0
-    rounds: tuple[int, ...] = ()
+    iterations: tuple[int, ...] = ()
     is_backward: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
-    before: float = 0.0
+    worst_operand_error: float = 0.0
     nearest: tuple[str, ...] = ()
 
     @property
@@ -128,12 +128,12 @@ class Note(Figures):
 
         An equation with effects, such as an `io_callback`, runs once for both.
         """
-        return is_inexact_dtype(self.dtype) and self.is_any(Trait.EFFECTFUL)
+        return is_inexact_dtype(self.dtype) and self.has_any(Trait.EFFECTFUL)
 
     @property
     def result(self) -> tuple[Origin, int, tuple[int, ...]]:
         """A key for a computed result, equal in all runs of the program."""
-        return self.origin, self.position, self.rounds
+        return self.origin, self.position, self.iterations
 
     @property
     def primitive(self) -> str:
@@ -159,7 +159,7 @@ class Note(Figures):
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
-        parts = [self.layer, *(f"iteration {n}" for n in self.rounds)]
+        parts = [self.layer, *(f"iteration {n}" for n in self.iterations)]
         place = ", ".join(filter(None, parts))
         return f"{self.line} [{place}]" if place else self.line
 
@@ -168,7 +168,7 @@ class Note(Figures):
         """This note for a report: without its `reads`, and with its `nearest`."""
         return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
-    def is_any(self, traits: Trait) -> bool:
+    def has_any(self, traits: Trait) -> bool:
         """Whether the operation has any of these traits."""
         return bool(traits_of(self.origin.primitive) & traits)
 
@@ -178,7 +178,7 @@ def note_of(
     origin: Origin,
     dtype: np.dtype,
     reads: Sequence[Note] = (),
-    rounds: tuple[int, ...] = (),
+    iterations: tuple[int, ...] = (),
     position: int = 0,
     is_seed: bool = False,
 ) -> Note:
@@ -188,21 +188,22 @@ def note_of(
       figures: how far it is from its reference, and how large it is.
       origin: the equation or the argument.
       dtype: its dtype.
-      reads: the notes of the operands, from which `is_backward` and `before` follow.
-      rounds: the current iteration of each loop, the outermost first.
+      reads: the notes of the operands, from which `is_backward` and
+        `worst_operand_error` follow.
+      iterations: the current iteration of each loop, the outermost first.
       position: the position of the result among the results of its equation.
       is_seed: whether it is the seed of the backward pass.
     """
-    before = max((read.error for read in reads), default=0.0)
+    worst_operand_error = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
         origin=origin,
         dtype=dtype,
         position=position,
-        rounds=rounds,
+        iterations=iterations,
         is_backward=is_seed or any(read.is_backward for read in reads),
         reads=reads,
-        before=before,
+        worst_operand_error=worst_operand_error,
     )
 
 

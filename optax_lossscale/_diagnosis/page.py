@@ -54,8 +54,8 @@ class Findings:
     initial_scale: InitialScale | None
     overflow: Note | None
     has_gradients: bool
-    is_finite_without: bool
-    off_without: dict[str, float]
+    is_finite_unscaled: bool
+    off_unscaled: dict[str, float]
     underflow: dict[str, Underflow]
     not_compared: tuple[tuple[str, str], ...]
     table: Table
@@ -118,8 +118,8 @@ class Diagnosis(Findings):
         not determine them, or because they are 0 in float32 as the difference of two
         equal things.
       has_gradients: whether any gradient is not 0 in float32.
-      is_finite_without: whether the loss and gradients are finite without a loss scale.
-      off_without: how far gradients are off without a loss scale. Only gradients that
+      is_finite_unscaled: whether the loss and gradients are finite without a loss scale.
+      off_unscaled: how far gradients are off without a loss scale. Only gradients that
         are off by more than 5% without it, and right at `scale`, are listed: they need
         a loss scale.
       underflow: how many of the gradients that are not wrong underflow, by the path of
@@ -216,7 +216,7 @@ class Diagnosis(Findings):
         """Names choices that float32 makes differently, and how much they change."""
         for choice in self.choices[:_SHOWN_ROWS]:
             yield (
-                f"Chosen otherwise than in float32: {choice.decided:.1%} of "
+                f"Chosen otherwise than in float32: {choice.differing:.1%} of "
                 f"{choice.count}, in {choice}."
             )
         if self.off_by_choices:

@@ -23,7 +23,7 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     rows = [row for row in table.rows if row.largest]
     order = np.arange(len(rows))
     largest = np.array([row.largest for row in rows])
-    typical = [row.typical or np.nan for row in rows]  # no line is drawn to NaN
+    typical = [row.rms or np.nan for row in rows]  # no line is drawn to NaN
     axes.vlines(order, typical, largest, color=GREY, lw=0.8)
     is_narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
     is_off = np.array([row.error > TOLERANCE for row in rows], bool)

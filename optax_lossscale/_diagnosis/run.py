@@ -162,7 +162,7 @@ def _is_in_doubt(at_1: Run, run: Run) -> bool:
             return True
     for note in run.notes:
         is_off_inside = note.off_share > LARGE_SHARE and not note.is_backward
-        if note.decided or is_off_inside:
+        if note.differing or is_off_inside:
             return True
     return False
 

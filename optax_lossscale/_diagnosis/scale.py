@@ -168,9 +168,9 @@ def out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
       note: its note in the run at `scale`.
       scale: the loss scale of that run.
     """
-    if at_1 is None or not note.is_backward or at_1.typical < COMPARABLE:
+    if at_1 is None or not note.is_backward or at_1.rms < COMPARABLE:
         return 0.0
-    return abs(note.typical / (at_1.typical * scale) - 1)
+    return abs(note.rms / (at_1.rms * scale) - 1)
 
 
 def underflow_by_group(

@@ -137,13 +137,13 @@ class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
     The programs in a loop or `shard_map` run on a copy of the runner with other
-    `rounds` or `devices`. The copy shares its other fields with the original, so all
+    `iterations` or `devices`. The copy shares its other fields with the original, so all
     notes are in one list, in the order of execution.
 
     Attributes:
       widths: the dtypes of each pair.
       notes: the notes of all results so far.
-      rounds: the current iteration of each loop around the program, the outermost
+      iterations: the current iteration of each loop around the program, the outermost
         first.
       devices: the devices that the program runs on.
       compiled: the compiled function of each piece, by the piece's key and the devices.
@@ -152,7 +152,7 @@ class _Runner:
 
     widths: Widths
     notes: list[Note] = dataclasses.field(default_factory=list)
-    rounds: tuple[int, ...] = ()
+    iterations: tuple[int, ...] = ()
     devices: Devices = Devices()
     compiled: dict[Hashable, Callable] = dataclasses.field(default_factory=dict)
     progress: _Progress = dataclasses.field(default_factory=_Progress)
@@ -201,10 +201,13 @@ class _Runner:
         return dict(zip(eqn.outvars, results, strict=True))
 
     def _run_inside(
-        self, program: Program, values: Iterable[Value], rounds: tuple[int, ...] = ()
+        self,
+        program: Program,
+        values: Iterable[Value],
+        iterations: tuple[int, ...] = (),
     ) -> list[Value]:
-        """Runs a branch, or one iteration of a loop, with its number in `rounds`."""
-        inside = dataclasses.replace(self, rounds=self.rounds + rounds)
+        """Runs a branch, or one iteration of a loop, with its number in `iterations`."""
+        inside = dataclasses.replace(self, iterations=self.iterations + iterations)
         return inside.run(program, values)
 
     def _run_on_devices(
@@ -249,7 +252,7 @@ class _Runner:
             instruction.origin,
             dtype_in(instruction.eqn.outvars[position]),
             reads,
-            self.rounds,
+            self.iterations,
             position,
         )
         self.notes.append(note)

@@ -56,13 +56,13 @@ def table_of(notes: Sequence[Note]) -> Table:
 
 def _cells(row: Note) -> tuple[str, ...]:
     """Formats the cells of a row, in the order of `_TITLES`."""
-    place = [row.layer, *map(str, row.rounds)]
+    place = [row.layer, *map(str, row.iterations)]
     return (
         row.source,
         ", ".join(filter(None, place)),
         row.primitive,
         str(row.dtype),
-        percent(row.before),
+        percent(row.worst_operand_error),
         percent(row.error),
         percent(row.lost),
         f"{row.largest:.3g}",

@@ -51,5 +51,5 @@ def moved_value(pair: Pair, sources: Iterable[Value]) -> Value:
     if not is_inexact(pair.actual):
         return Value(pair, first)
     origin = first.origin.moved
-    note = note_of(pair.figures, origin, first.dtype, reads, first.rounds)
+    note = note_of(pair.figures, origin, first.dtype, reads, first.iterations)
     return Value(pair, note)

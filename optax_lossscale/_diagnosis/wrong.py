@@ -134,7 +134,7 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             error, cause = _error_and_cause(runs, name, note)
             if cause is None:
                 off[name] = error
-            elif note.typical or cause.how not in _DIFFERENCE_OF_EQUALS:
+            elif note.rms or cause.how not in _DIFFERENCE_OF_EQUALS:
                 off[name] = error
                 wrong.append(_wrong_result(name, error, cause, run))
     wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
@@ -168,7 +168,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
             return [_wrong_result(A_VALUE_INSIDE, note.error, cause_of(note), run)]
     candidates = _widely_off(runs)
     least = least_normal(np.float16) if np.float16 in dtypes else 0.0
-    later = [note for note in [*candidates, *aux] if note.typical >= least]
+    later = [note for note in [*candidates, *aux] if note.rms >= least]
     reads = [read for note in later for read in note.reads]
     still_off_later = set(back_from(reads, _moved_from))
     eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
@@ -306,7 +306,7 @@ def _deviation_and_cause(
 
 def _is_wide_sum(note: Note) -> bool:
     """Whether an equation adds or subtracts in more than 16 bits."""
-    return note.is_any(SUMS) and not is_narrow_dtype(note.dtype)
+    return note.has_any(SUMS) and not is_narrow_dtype(note.dtype)
 
 
 def _are_grads_right(runs: Runs) -> bool:
@@ -370,7 +370,7 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
       note: the note of the sum.
       eps: the distance from 1 to the next number in the 16-bit dtype.
     """
-    return _is_wide_sum(note) and note.typical < eps * size_of_sum(note)
+    return _is_wide_sum(note) and note.rms < eps * size_of_sum(note)
 
 
 def _moved_from(note: Note) -> Sequence[Note]:

@@ -141,7 +141,7 @@ def with_master_weights(
         )
         # A tree like `params`, with a pair in place of each parameter
         pairs = jax.tree.map(
-            _update_and_remainder, params, state.master_weights, weights, inner_updates
+            _update_and_remainder, params, state.remainders, weights, inner_updates
         )
         new_updates = jax.tree.map(lambda _, pair: pair.update, params, pairs)
         new_updates = missing.map_updates(update_or_zeros, params, new_updates)

@@ -1,8 +1,7 @@
 """The state of `with_master_weights`, which stores the remainders of 16-bit parameters.
 
 A *remainder* is stored beside a 16-bit parameter to recover the float32 number that is
-trained (`master_weights.py`). The field `MasterWeightsState.master_weights` is named
-after the float32 numbers, but it stores their remainders.
+trained (`master_weights.py`).
 
 `with_loss_scale` passes the inner optimizer all parameters in float32, so a
 `with_master_weights` inside it cannot tell which parameters have 16 bits. Therefore the
@@ -29,7 +28,7 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: the remainders, a tree like the parameters: what each 16-bit
+      remainders: the remainders, a tree like the parameters: what each 16-bit
         parameter lacks to be the float32 number that is trained. To get the float32
         numbers, call `weights`. For a bfloat16 parameter, the remainder is a uint16
         array of its shape: the low 16 bits of the number, plus 0x8000 that the rounding
@@ -39,7 +38,7 @@ class MasterWeightsState(NamedTuple):
         wider.
     """
 
-    master_weights: Any
+    remainders: Any
     inner_state: Any
 
     def weights(self, params: Any) -> Any:
@@ -62,7 +61,7 @@ class MasterWeightsState(NamedTuple):
             is_wide = isinstance(remainder, optax.MaskedNode)
             return param if is_wide else join(param, remainder)
 
-        return jax.tree.map(weight, params, self.master_weights)
+        return jax.tree.map(weight, params, self.remainders)
 
 
 def is_master_weights_state(x: Any) -> bool:
@@ -116,7 +115,7 @@ def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Non
 
 def _describe_remainders(states: list[MasterWeightsState]) -> list[str]:
     """Describes each remainder by dtype, shape and path: `uint16[8, 4] at dense/w`."""
-    remainders = [state.master_weights for state in states]
+    remainders = [state.remainders for state in states]
     descriptions = []
     for path, x in jax.tree.leaves_with_path(remainders):
         name = path_name(path[1:])

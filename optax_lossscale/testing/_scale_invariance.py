@@ -58,7 +58,7 @@ _MIN_APPLIED = 8
 # 2000 steps between two growths of a `DynamicLossScale`.
 _MAX_STEPS_TO_GROWTH = 100_000
 # The field of a `MasterWeightsState`, as a key in the paths of its arrays
-_MASTER_WEIGHTS = GetAttrKey("master_weights")
+_REMAINDERS = GetAttrKey("remainders")
 
 
 def assert_scale_invariant(
@@ -294,7 +294,7 @@ def _master_weights_lost(
         for output, argument in carry.items()
         if experiment.floats[argument].dtype == np.float16
     ]
-    master_weights = [path for path in carry if _MASTER_WEIGHTS in path]
+    master_weights = [path for path in carry if _REMAINDERS in path]
     lost = []
     for path in master_weights:
         rounded = outputs[path].astype(np.float16)

@@ -445,7 +445,7 @@ def test_choices_that_float32_makes_otherwise_are_said():
     found = ols.diagnose(function, params, x)
     (choice,) = found.choices
     assert choice.count == 64
-    assert 0.3 < choice.decided < 0.7  # every second index
+    assert 0.3 < choice.differing < 0.7  # every second index
     assert found.verdict.startswith("Float32 chooses otherwise at ")
     assert line_of(indices, 2) in found.verdict
     assert "Chosen otherwise than in float32: " in str(found)
@@ -552,7 +552,7 @@ def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
     place = found.wrong[0].place
     assert found.wrong[0].how == "overflows"
     assert line_of(overflowing, 2) in place.source
-    assert place.rounds[0] == 3
+    assert place.iterations[0] == 3
     assert "iteration 3" in str(place)
     healthy = ols.diagnose(steps_of(body, reverse=reverse), LAYERS, normal(4, 8))
     assert healthy.wrong == ()
@@ -592,7 +592,7 @@ def test_a_while_loop_is_followed():
         return square(x.astype(F16) @ w.astype(F16)) * gain.astype(F32)
 
     found = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8))
-    assert found.wrong[0].place.rounds == (3,)  # 20 to the fourth is above 65504
+    assert found.wrong[0].place.iterations == (3,)  # 20 to the fourth is above 65504
     assert line_of(loss_fn, 1) in found.wrong[0].place.source
 
 

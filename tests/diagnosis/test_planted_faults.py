@@ -339,7 +339,9 @@ def is_at(found, name, turn):
     is_line = found.source.endswith(("(spoiled)", "(place)", "(hazard)"))
     is_layer = f"end_of_{name}" in found.layer
     return (
-        is_line and is_layer and found.rounds[len(found.rounds) - len(turn) :] == turn
+        is_line
+        and is_layer
+        and found.iterations[len(found.iterations) - len(turn) :] == turn
     )
 
 

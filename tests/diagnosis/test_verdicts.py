@@ -176,7 +176,7 @@ def test_a_shard_map_may_be_inside_of_another():
     assert found.loss == jax.jit(loss_fn)(*args)
     assert found.verdict.startswith("float16 is fine")
     assert 0 < found.off["."] < 0.01
-    assert any(row.rounds for row in found.table.rows)
+    assert any(row.iterations for row in found.table.rows)
 
 
 def test_gradients_in_float64_alone_do_not_overflow():
@@ -457,7 +457,7 @@ def test_gradients_that_are_off_at_1_alone_ask_for_a_scale():
     x = jnp.linspace(0.5, 1.5, 2**17).reshape(-1, 8)
     found = ols.diagnose(loss_fn, params, x)
     assert found.underflow == {}
-    assert found.off["w"] < 0.05 < found.off_without["w"]
+    assert found.off["w"] < 0.05 < found.off_unscaled["w"]
     assert re.fullmatch(
         r"Without a loss scale of about 2\*\*\d+, the gradient of w is off by "
         r"\d+\.\d%\.",

@@ -99,7 +99,7 @@ def test_what_is_wide_already_is_kept_once(wrap, chained):
     state = tx.init(params)
     is_state = lambda x: isinstance(x, ols.MasterWeightsState)
     states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
-    assert [x.dtype for x in jax.tree.leaves(states[0].master_weights)] == [jnp.float32]
+    assert [x.dtype for x in jax.tree.leaves(states[0].remainders)] == [jnp.float32]
     grads = {"w": params["w"], "b": params["b"], "n": jnp.zeros(2, jnp.int32)}
     scale = ols.get_loss_scale(state)() if wrap is ols.with_loss_scale else 1
     scaled = jax.tree.map(lambda g: g * scale if g.dtype != jnp.int32 else g, grads)
@@ -128,10 +128,10 @@ def test_inside_masked_it_keeps_a_copy_of_its_own_part_alone():
         optax.masked(ols.with_master_weights(optax.sgd(0.1)), mask), 1
     )
     state = tx.init(params)
-    copies = jax.tree.leaves(state.inner_state.inner_state.master_weights)
+    copies = jax.tree.leaves(state.inner_state.inner_state.remainders)
     assert [x.shape for x in copies] == [PARAMS["w"].shape]
     params, state = jax.jit(tx.apply_gradients)(gradients(params, 0), state, params)
-    master = state.inner_state.inner_state.master_weights["w"]
+    master = state.inner_state.inner_state.remainders["w"]
     chex.assert_trees_all_equal(params["w"], master.astype(jnp.float16))
 
 
@@ -345,7 +345,7 @@ def test_what_hands_its_updates_on_may_be_around_it(around):
     after, state = trained(tx, params, 3 * [1.0])
     chex.assert_trees_all_equal(after, {"w": jnp.full(2, 1 - 2.0**-8, jnp.bfloat16)})
     (state,) = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
-    assert [x.dtype for x in jax.tree.leaves(state.master_weights)] == [jnp.uint16]
+    assert [x.dtype for x in jax.tree.leaves(state.remainders)] == [jnp.uint16]
 
 
 LEARNING_RATE = optax.scale_by_learning_rate(1e-3)
@@ -454,7 +454,7 @@ def test_without_the_wrapper_a_parameter_without_a_gradient_stays_with_its_slots
     for old, slot in ((adam.mu, new_adam.mu), (adam.nu, new_adam.nu)):
         chex.assert_trees_all_equal(slot["w"], old["w"])
         assert (slot["b"] != old["b"]).any()
-    chex.assert_trees_all_equal(after.master_weights["w"], state.master_weights["w"])
+    chex.assert_trees_all_equal(after.remainders["w"], state.remainders["w"])
 
 
 OTHERS = {

@@ -223,7 +223,7 @@ def test_master_weights_round_to_the_parameters(name):
         for seed, bad in ((1, 0.0), (2, np.inf), (3, 0.0)):
             grads = {k: g * 16 + bad for k, g in numbers(np.float16, seed).items()}
             now, state = step(grads, state, now, **extra(name))
-            master = state.inner_state.master_weights
+            master = state.inner_state.remainders
             rounded = jax.tree.map(lambda x: x.astype(jnp.float16), master)
             chex.assert_trees_all_equal(now, rounded)
         assert types(state) == types(tx.init(params))

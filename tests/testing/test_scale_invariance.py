@@ -1157,7 +1157,7 @@ def test_updates_of_master_weights_that_others_change_are_found(place):
     if place == "none":
         ols.testing.assert_scale_invariant(*arguments)
     else:
-        said = r"master_weights\['in'\](.|\n)*Let nothing come after it"
+        said = r"remainders\['in'\](.|\n)*Let nothing come after it"
         with pytest.raises(AssertionError, match=said):
             ols.testing.assert_scale_invariant(*arguments)
 
