@@ -129,7 +129,7 @@ def _with_inactive_filled(active: np.ndarray, values: Sequence[Value]) -> list[V
 def _select(
     active: np.ndarray, new: Sequence[Value], old: Sequence[Value]
 ) -> list[Value]:
-    """Takes new values for active examples or devices, and old values for the others."""
+    """Takes new values for active examples or devices, and old ones for the others."""
     if active.all():
         return list(new)
     selected = []
@@ -175,8 +175,8 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
     """Stacks the values of all iterations, and keeps the note of each."""
 
     def stack_arrays(*arrays):
-        numpy = jnp if _is_key(arrays[0]) else np
-        return numpy.stack(arrays, axis)
+        xp = jnp if _is_key(arrays[0]) else np
+        return xp.stack(arrays, axis)
 
     pairs = [row.pair for row in rows]
     pair = jax.tree.map(stack_arrays, *pairs)

@@ -26,7 +26,9 @@ def path_from(note: Note, step: Callable[[Note], Note | None]) -> list[Note]:
     return path
 
 
-def jump(path: Sequence[Note], sizes: Sequence[float], least: float) -> Note | None:
+def jump(
+    path: Sequence[Note], sizes: Sequence[float], min_factor: float
+) -> Note | None:
     """Finds the note on a path at which a size grows most.
 
     A path leads back from a result, so sizes grow from its end to its beginning. The
@@ -36,11 +38,11 @@ def jump(path: Sequence[Note], sizes: Sequence[float], least: float) -> Note | N
       path: the notes, from a result back.
       sizes: a positive size for each note. One more may follow, to compare the size of
         the last note with. Without it, nothing can grow at the last note.
-      least: the smallest factor that counts as growth.
+      min_factor: the smallest factor that counts as growth.
 
     Returns:
-      The note, or None if no size grows by a factor of `least` or more.
+      The note, or None if no size grows by a factor of `min_factor` or more.
     """
     growth = [size / earlier for size, earlier in pairwise(sizes)]
     most = max(growth, default=0.0)
-    return path[growth.index(most)] if most >= least else None
+    return path[growth.index(most)] if most >= min_factor else None

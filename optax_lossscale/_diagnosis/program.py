@@ -35,7 +35,7 @@ from optax_lossscale._programs.values import (
     is_inexact,
     is_narrow_dtype,
 )
-from optax_lossscale._programs.versions import name_of, scopes_of
+from optax_lossscale._programs.versions import is_transposed, name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import count_terms
 
@@ -192,12 +192,11 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
     for scope in scopes_of(eqn):
         if not re.fullmatch(_ADDED_SCOPES, scope):
             scopes.append(scope)
-    is_transposed = "transpose(" in str(eqn.source_info.name_stack)
     return Origin(
         primitive=name_of(eqn),
         source=line_of(eqn, outer.source),
         scope="/".join(scopes),
-        is_derivative=outer.is_derivative or is_transposed,
+        is_derivative=outer.is_derivative or is_transposed(eqn),
         terms=count_terms(eqn),
         stays_narrow=stays_narrow(eqn),
         has_lost_constant=_has_lost_constant(eqn),

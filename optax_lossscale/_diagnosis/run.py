@@ -7,10 +7,10 @@ scale, but not every one is: clipping in a custom derivative is not. So if the b
 pass computes in float16, the gradient also runs at the predicted scale. That run
 confirms the prediction, or predicts another scale to try.
 
-If a result is off or not in proportion to the scale, or if float32 would choose
-differently, the program runs once more, in float32 with its own choices, beside
-float64. If these two are far apart as well, then float32 does not determine the result,
-and 16 bits are not to blame for it.
+The program runs once more, in float32 with its own choices, beside float64, if a result
+is off, not finite in float32, or not in proportion to the scale, or if float32 would
+choose differently. If float32 and float64 are far apart as well, then float32 does not
+determine the result, and 16 bits are not to blame for it.
 """
 
 from collections.abc import Hashable, Iterable
@@ -38,6 +38,14 @@ from optax_lossscale._programs.values import Array
 _TRIES = 6
 """How many scales to try if the backward pass is not linear, a heuristic."""
 
+_STEP_DOWN = 4
+"""How many bits smaller the next scale to try is, after one that overflows.
+
+A heuristic: an infinity does not show by how much the scale is too large. With a
+smaller step, `_TRIES` runs may not reach a scale without an overflow. With a larger
+one, the scale that is found may be smaller than it has to be.
+"""
+
 
 class Run(NamedTuple):
     """One run of a gradient, at one loss scale.
@@ -63,7 +71,7 @@ class Run(NamedTuple):
 
     @property
     def by_result(self) -> dict[Hashable, Note]:
-        """The notes by `Note.result`, to find the note of the same result in two runs."""
+        """The notes by `Note.result`, which is the same in all runs."""
         return {note.result: note for note in self.notes}
 
     @property
@@ -83,14 +91,14 @@ def _are_finite(arrays: Iterable[Array]) -> bool:
 
 
 class Fit(NamedTuple):
-    """The loss scale that fits, and the run that confirms it.
+    """The loss scale that fits, and the run by which it was found.
 
     Attributes:
-      run: the run at the scale that fits or at a larger one; the run at 1 if no run
-        confirms a scale.
+      run: the last run with finite gradients, at `scale` or at a larger one. It is the
+        run at 1 if no other run has finite gradients, or if none was needed.
       scale: the scale that fits. It is None if no run has finite gradients, if the loss
         is not finite, or if the reference of the loss or of a gradient is not.
-      overflow: the cause of the first overflow at a larger scale.
+      overflow: the cause of the first overflow at a larger scale, if there is one.
     """
 
     run: Run
@@ -106,8 +114,10 @@ class Runs(NamedTuple):
       at_1: the run at a loss scale of 1.
       fit: the loss scale that fits, with its run.
       in_float32: the run in float32, with its own choices, beside float64, at the loss
-        scale of `fitting`. It is None if in `fitting` nothing is off, float32 would
-        make the same choices, and the gradients are in proportion to the scale.
+        scale of `fitting`. It is None unless something in `fitting` is in doubt: a
+        value that is off, a loss or gradient that is not finite in float32, a gradient
+        that is not in proportion to the scale, or a choice that float32 would make
+        differently.
     """
 
     parameters: dict[str, Array]
@@ -117,7 +127,7 @@ class Runs(NamedTuple):
 
     @property
     def fitting(self) -> Run:
-        """The run that confirms the scale that fits; the run at 1 if no run does."""
+        """The run whose results are judged: see `Fit.run`."""
         return self.fit.run
 
     @property
@@ -131,7 +141,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(gradient: Gradient) -> Runs:
-    """Runs a gradient at a scale of 1, at the scale that fits, and if needed in float32."""
+    """Runs a gradient at a scale of 1, and if needed at other scales and in float32."""
     program = program_of(gradient.jaxpr, Origin())
     shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
@@ -145,11 +155,11 @@ def runs_of(gradient: Gradient) -> Runs:
 
 
 def _is_in_doubt(at_1: Run, run: Run) -> bool:
-    """Whether anything may be wrong, or float32 would choose otherwise.
+    """Whether anything may be wrong, or float32 would choose differently.
 
     Args:
       at_1: the run at a loss scale of 1, which shows what is not linear in the scale.
-      run: the run that confirms the scale that fits, whose results are judged.
+      run: the run whose results are judged.
     """
     results_at_1 = at_1.results
     for name, value in run.results.items():
@@ -170,8 +180,8 @@ def _is_in_doubt(at_1: Run, run: Run) -> bool:
 def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     """Finds the scale that fits.
 
-    The run at 1 predicts it. Further runs confirm it, but only if the backward pass
-    computes in float16.
+    The run at 1 predicts it. If the backward pass computes in float16, further runs
+    test the prediction.
     """
     if not at_1.is_reference_finite or not np.isfinite(at_1.loss.pair.actual):
         return Fit(at_1)
@@ -181,13 +191,13 @@ def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
     if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
         # If no run at another scale has finite gradients, a scale of 1 is what fits.
         scale = _initial_scale(0, 0) if at_1.is_finite else None
-        return _confirmed(shadow, gradient, Fit(at_1, scale, overflow), predicted)
+        return _fit_by_trial(shadow, gradient, Fit(at_1, scale, overflow), predicted)
     scale = _initial_scale(predicted, largest) if at_1.is_finite else None
     return Fit(at_1, scale, overflow)
 
 
-def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
-    """Runs at the predicted scale, and then at others until one is confirmed.
+def _fit_by_trial(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
+    """Runs at the predicted scale, and then at others until a run confirms its scale.
 
     A run with finite gradients confirms its scale if it predicts either no overflow at
     all, or a scale that is at most twice as large. If the backward pass is linear in
@@ -201,17 +211,19 @@ def _confirmed(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> F
       exponent: the predicted scale is 2**exponent.
 
     Returns:
-      The fit of the last run with finite gradients, after `_TRIES` runs at most.
+      The fit of the first run that confirms its scale. If none of `_TRIES` runs does,
+      it is that of the last run with finite gradients, or `fit` if no run has any.
     """
     bound = HIGHEST  # no scale above 2**bound fits: it overflows, or is not allowed
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite:
             bound = exponent - 1
-            exponent -= 2 * MARGIN
+            exponent -= _STEP_DOWN
             continue
         overflow_exponent, overflow = first_overflow(run.notes, run.scale)
-        largest = max(min(overflow_exponent - 1, bound), exponent)
+        largest = min(overflow_exponent - 1, bound)
+        largest = max(largest, exponent)  # this run is finite at 2**exponent
         predicted = largest - MARGIN
         scale = _initial_scale(min(exponent, predicted), largest)
         is_confirmed = overflow is None or predicted <= exponent + 1

@@ -80,6 +80,14 @@ def scopes_of(eqn: JaxprEqn) -> list[str]:
     return [entry.name for entry in entries if type(entry).__name__ == "Scope"]
 
 
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether JAX made an equation by transposing others, as for a backward pass.
+
+    JAX records this only in the text of the name stack, as in `transpose(jvp(f))`.
+    """
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Applies an equation's operation, with its parameters, to other operands.
 
