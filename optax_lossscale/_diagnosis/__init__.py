@@ -1,4 +1,7 @@
-"""Checks what 16 bits do to a model: `diagnose` for its numbers, `dtype_report` for its dtypes.
+"""Checks what 16 bits do to a model: `diagnose` and `dtype_report`.
+
+`diagnose` compares the numbers of a model with those in float32, and `dtype_report`
+lists the dtypes in which it computes.
 
 `diagnose` traces the loss and its gradient as one program, and runs this program on
 *pairs*: each value as the program computes it, beside its *reference*, the same value

@@ -35,7 +35,8 @@ _SMALL = 0.2
 
 A sum cancels if it is smaller than this fraction of `size_of_sum`. A term that is
 smaller than this fraction of the largest term hardly contributes. The value is a
-heuristic: values from 0.1 to 0.4 give the same reports in the tests in the repository.
+heuristic: if it were larger, sums whose terms only have random signs would often count
+as cancelling. If it were smaller, sums in which a few bits cancel would not.
 """
 
 
@@ -82,8 +83,10 @@ class Cause(NamedTuple):
     """What makes a result wrong.
 
     Attributes:
-      how: what the equation at fault does to the numbers.
-      note: the note of the equation at fault, or of the wrong result if no equation is.
+      how: what the equation of `note` does to the numbers; `ADDS_UP` if no equation is
+        at fault.
+      note: the note of the equation to fix, or of the wrong result if no equation is at
+        fault.
       rounded: the values in 16 bits to whose rounding the equation is sensitive.
       is_in_float32: whether the result is not finite in float32 either.
     """
@@ -253,7 +256,7 @@ def size_of_sum(note: Note) -> float:
 
 
 def _saturates(note: Note) -> bool:
-    """Whether a result in 16 bits was rounded to a limit of its function: 0, 1 or -1."""
+    """Whether a 16-bit result was rounded to a limit of its function: 0, 1 or -1."""
     may_saturate = is_narrow_dtype(note.dtype) and note.has_any(Trait.SATURATES)
     return may_saturate and (note.lost > 0 or note.at_limit)
 

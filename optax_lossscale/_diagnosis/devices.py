@@ -45,13 +45,13 @@ class _ShardMap(NamedTuple):
 
     @property
     def stack_spec(self) -> jax.P:
-        """The partition spec of a stack: its first axis is divided among the devices."""
+        """The spec of a stack, whose first axis is divided among the devices."""
         return jax.P(self.axes)
 
     def over_shards(
         self, function: Callable, in_specs: jax.P, out_specs: jax.P
     ) -> Callable:
-        """Makes a function of one device's arrays apply to arrays sharded by the specs."""
+        """Makes a function of one device's arrays apply to arrays sharded by specs."""
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -71,7 +71,7 @@ class _ShardMap(NamedTuple):
         return resharded
 
     def over_stacks(self, function: Callable) -> Callable:
-        """Makes a function of one device's arrays apply to stacks over these devices."""
+        """Makes a function of one device's arrays apply to stacks over the devices."""
 
         def on_one_device(*stacks_of_one):
             args = jax.tree.map(_only_row, stacks_of_one)

@@ -146,7 +146,7 @@ class DtypeReport(NamedTuple):
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
-    """Reports in which dtypes a function computes, and which source lines made it so.
+    """Reports in which dtypes a function computes, by source line.
 
     Use it if a model in 16 bits is no faster than in float32. JAX promotes operands to
     the widest dtype among them, and so do Flax's modules without a `dtype`. A single
@@ -156,7 +156,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     their operands. It also lists where sums, exponentials, logarithms and powers are
     computed in 16 bits, which have few digits and a small range.
 
-    It traces the function with everything inside, but runs and compiles nothing, so
+    It traces the function and all that it calls, but runs and compiles nothing, so
     shapes are enough. To include the backward pass, give it the whole training step.
     Every branch of a `cond` counts as run, and the body of a `while` as run once. Outer
     products, which sum nothing, do not count as products. Neither do inner products,
@@ -282,7 +282,7 @@ def _report_on(
 def _dtypes_before(
     values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
 ) -> tuple[np.dtype, ...]:
-    """Returns the dtypes of values, or if they were widened, their dtypes before that."""
+    """Returns the dtypes of values, for widened ones the dtypes before that."""
     return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
@@ -296,7 +296,7 @@ def _repeated(report: DtypeReport, times: int) -> DtypeReport:
 
 
 def _times_run(eqn: JaxprEqn) -> int:
-    """Returns how often an equation runs the programs inside it; a `while` counts as 1."""
+    """Returns how often an equation runs its programs; a `while` counts as once."""
     if Trait.SCANS in traits(eqn):
         return eqn.params["length"]
     if Trait.MAPS in traits(eqn):

@@ -7,7 +7,8 @@ less than 0.1%: the error jumps there, so the difference is at fault.
 Each result has a *note*, which records how far it is off, and holds the notes of its
 operands (see `notes.py`). From the note of a wrong result, `at_fault` goes back to the
 operand that is off the most, and on from there, as long as an operand is off by more
-than one rounding. In the example, this path is the quotient and the difference.
+than one rounding to bfloat16. In the example, this path is the quotient and the
+difference.
 
 The search then starts at the earliest value on the path that is off by more than 5%. If
 it is not finite, its equation is at fault. Otherwise the equation at fault is this one
@@ -27,19 +28,22 @@ from optax_lossscale._programs.values import is_narrow_dtype
 _JUMP = 3.0
 """The least factor by which the error grows in an equation that is at fault.
 
-A heuristic, above 2 because a product is off by about the sum of its operands' errors,
-so by up to twice as much as the worse operand, without doing anything wrong. Values
-from 2 to 5 give the same reports in the tests in the repository.
+A heuristic. It has to be above 2, because a product is off by about the sum of its
+operands' errors, so by up to twice as much as the worse operand, without doing anything
+wrong. If it were larger, more faults would be reported as rounding that adds up over
+many lines.
 """
 
 _ROUNDING = 2.0**-8
-"""The largest relative error of one rounding to bfloat16, which has 8 significant bits."""
+"""The largest relative error of one rounding to bfloat16, with 8 significant bits."""
 
 _MANY_ITERATIONS = 8
 """How often the path must pass through an equation in a loop for it to be at fault.
 
 This is for errors that grow too little in one iteration to jump. The value is a
-heuristic: values from 4 to 12 give the same reports in the tests in the repository.
+heuristic: if it were smaller, an equation could be blamed although others contribute as
+much. If it were larger, more loops would have too few iterations for an equation in
+them to be blamed.
 """
 
 
@@ -49,7 +53,7 @@ def at_fault(note: Note) -> Note | None:
     An equation on the path whose operand is already off by more than 5% is not at
     fault, however much worse its result is: fixing it would not fix the operand. If no
     value on the path is off by more than 5%, the whole path is searched. This happens
-    to a value inside if many of its numbers are off, but only the small ones.
+    to an intermediate value if many of its numbers are off, but only the small ones.
     """
     path = path_from(note, _off_operand)
     start = 0

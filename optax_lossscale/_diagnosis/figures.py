@@ -21,21 +21,23 @@ TOLERANCE = 0.05
 
 A heuristic: it is about 13 times the largest error of one rounding to bfloat16, which
 is 2**-8 or 0.4%, and 100 times the largest error of one rounding to float16, which is
-2**-11 or 0.05%. In the tests in the repository, healthy models in float16 are off by at
-most 0.7%, and in bfloat16 by 1.4%.
+2**-11 or 0.05%. If it were smaller, results in which nothing but such roundings adds up
+would count as wrong. If it were larger, more faults would go unnoticed.
 """
 
 LARGE_SHARE = 0.2
 """The share of an array that may be off, lost or chosen differently before it matters.
 
-The value is a heuristic.
+A heuristic: in a healthy model, a few numbers may be off because they are small, and a
+few choices may differ because of ties. The larger the value is, the larger is the part
+of an array in which a fault goes unnoticed.
 """
 
 _FRACTION_OF_MEAN = 0.25
-"""The least size that the error of a number is compared with, relative to the mean size.
+"""The least size with which an error is compared, relative to the mean size.
 
-A number near 0 then does not count as off because of an error that is small beside the
-other numbers. The value is a heuristic.
+Without it, a number near 0 would count as off because of an error that is small beside
+the other numbers. The value is a heuristic.
 """
 
 
@@ -68,8 +70,8 @@ class Figures:
         and not zero: those that underflowed or cancelled.
       at_limit: whether a number is 1 or -1 where the reference lies strictly between,
         as where a sigmoid or a tanh saturates.
-      differing: for indices and conditions, the share that differs between the result and
-        the reference; 0 for floats.
+      differing: for indices and conditions, the share in which the result and the
+        reference differ; 0 for floats.
       largest: the largest finite absolute value of the result and of the reference,
         where the reference is finite.
       rms: the root mean square of the finite numbers of the reference.
@@ -174,7 +176,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
 
 
 def _norm(x: np.ndarray) -> float:
-    """Computes the Euclidean norm, in float64 if the squares leave the range of float32.
+    """Computes the Euclidean norm, in float64 if squares leave the range of float32.
 
     Squares below 2**-126 lose digits in float32. In a sum above 2**-100, each of them
     is less than 2**-26 of the sum, so they do not matter.

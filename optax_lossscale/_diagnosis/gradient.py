@@ -77,7 +77,7 @@ def gradient_of(
     arrays = [argument.array for argument in arguments]
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         raise TypeError(
-            "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
+            "diagnose runs the loss function, so give it arrays, not a ShapeDtypeStruct"
         )
     positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
     gradient = _gradient_function(loss_fn, inputs, positions, has_aux)
@@ -220,8 +220,9 @@ def _refuse_refs(jaxpr: Jaxpr) -> None:
     for eqn in equations(jaxpr):
         if any(map(is_ref, eqn.outvars)):
             raise TypeError(
-                "diagnose cannot follow numbers through a jax.Ref, such as that made "
-                f"at {line_of(eqn)}: give it a loss function that passes values on"
+                "diagnose cannot follow numbers through a jax.Ref, such as the one "
+                f"made at {line_of(eqn)}. Compute new arrays in the loss function "
+                "instead of changing one in place"
             )
 
 

@@ -2,9 +2,10 @@
 
 A `Note` belongs to one result of one equation, in one iteration of the loops around the
 equation. Its `reads` are the notes of the operands, so the notes of a run form a graph.
-For `y = exp(x)`, the note of `x` is in the `reads` of the note of `y`. `cause` and
-`scale` follow this graph back from a result that is off or overflows. All iterations of
-an equation share an `Origin`, which holds the equation's source line and scope.
+For `y = exp(x)`, the note of `x` is in the `reads` of the note of `y`. `fault`, `cause`
+and `scale` follow this graph back from a result that is off or overflows. All
+iterations of an equation share an `Origin`, which holds the equation's source line and
+scope.
 """
 
 import dataclasses
@@ -55,8 +56,8 @@ class Origin:
         False.
       terms: how many terms each number of a product or sum adds up.
       stays_narrow: whether it computes in 16 bits even on wider floats.
-      has_lost_constant: whether it adds, or multiplies by, a constant that rounding may
-        have made 0 or infinite.
+      has_lost_constant: whether it adds 0 or an infinity in 16 bits, or multiplies by
+        an infinity. The user may have written another constant, which was rounded.
     """
 
     name: str = ""
@@ -87,7 +88,7 @@ class Note(Figures):
       dtype: the dtype of the result.
       position: the position of the result among the results of its equation.
       iterations: the iteration of each loop around the equation, counted from 0, the
-        outermost loop first; empty outside of loops.
+        outermost loop first; empty outside loops.
       is_backward: whether the result belongs to the backward pass. If it does, and this
         pass is linear, it is proportional to the loss scale.
       reads: the notes of the operands. They are left out of a report, because with them
@@ -137,7 +138,7 @@ class Note(Figures):
 
     @property
     def primitive(self) -> str:
-        """JAX's name of the operation, such as `dot_general`; the path of an argument."""
+        """JAX's name of the operation, such as `dot_general`; an argument's path."""
         return self.origin.primitive or self.origin.name
 
     @property
@@ -182,7 +183,7 @@ def note_of(
     position: int = 0,
     is_seed: bool = False,
 ) -> Note:
-    """Builds the note of a result or an argument, from its figures and where it is from.
+    """Builds the note of a result or an argument.
 
     Args:
       figures: how far it is from its reference, and how large it is.

@@ -78,7 +78,8 @@ class Pair(NamedTuple):
 
     Attributes:
       actual: the value as the program computes it, an array of any shape and dtype.
-      reference: an array of the same shape, in a wider dtype if the value is a float.
+      reference: an array of the same shape and, if the value is a float, in floats that
+        are at least as wide.
     """
 
     actual: Array
@@ -106,7 +107,7 @@ class Pair(NamedTuple):
 
 
 def pair_of(x: Array, widths: Widths) -> Pair:
-    """Pairs an argument or a constant with itself, and widens the two as `widths` says."""
+    """Pairs an argument or a constant with itself, and widens both to `widths`."""
     if not is_inexact(x):
         return Pair(x, x)
     actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))

@@ -206,8 +206,9 @@ def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
 def _has_lost_constant(eqn: JaxprEqn) -> bool:
     """Whether an equation adds 0 or an infinity in 16 bits, or multiplies by infinity.
 
-    No user writes `x + 0`, so they may have written another constant: float16 rounds
-    1e-8 to 0, and -1e9 to minus infinity. The jaxpr holds only the rounded constant.
+    Hardly anybody writes `x + 0`, so the constant may have been another one: float16
+    rounds 1e-8 to 0, and -1e9 to minus infinity. The jaxpr holds only the rounded
+    constant.
     """
     adds = Trait.ADDS_TWO in traits(eqn)
     if not adds and Trait.MULTIPLIES not in traits(eqn):

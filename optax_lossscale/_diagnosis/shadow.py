@@ -8,9 +8,9 @@ the *seed* from which it starts:
     results, notes = shadow(seed)                       # the rest, for one seed
     results, notes = shadow(another_seed)
 
-Python runs loops and branches iteration by iteration, so each note has the number of
-its iteration. Any other piece, that is, sequence of equations, is compiled, and the
-host computes notes from its results.
+Python runs loops and branches, one iteration after the other, so each note has the
+number of its iteration. Every other piece is compiled, and the host makes notes of its
+results.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class Shadow(NamedTuple):
     runner: "_Runner"
 
     def __call__(self, seed: Argument) -> tuple[list[Value], list[Note]]:
-        """Returns the results of the program, and all notes in the order of execution."""
+        """Returns the program's results, and all notes in the order of execution."""
         # Each call appends to a copy of the notes of the forward pass.
         runner = dataclasses.replace(self.runner, notes=list(self.runner.notes))
         seed_var = self.remaining.invars[-1]
@@ -125,10 +125,10 @@ class _Progress:
         self._printed = time.monotonic()
 
     def report(self, source: str, n_results: int) -> None:
-        """Prints the number of noted results, and the user's line reached by the run."""
+        """Prints how many results are noted, and which line of the user is reached."""
         if time.monotonic() - self._printed > _PROGRESS_INTERVAL:
             self._printed = time.monotonic()
-            progress = f"diagnose: {n_results} results, at {source}"
+            progress = f"diagnose: {n_results} results compared, now at {source}"
             print(progress, file=sys.stderr, flush=True)
 
 
@@ -137,8 +137,8 @@ class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
     The programs in a loop or `shard_map` run on a copy of the runner with other
-    `iterations` or `devices`. The copy shares its other fields with the original, so all
-    notes are in one list, in the order of execution.
+    `iterations` or `devices`. The copy shares its other fields with the original, so
+    all notes are in one list, in the order of execution.
 
     Attributes:
       widths: the dtypes of each pair.
@@ -206,7 +206,7 @@ class _Runner:
         values: Iterable[Value],
         iterations: tuple[int, ...] = (),
     ) -> list[Value]:
-        """Runs a branch, or one iteration of a loop, with its number in `iterations`."""
+        """Runs a branch, or an iteration of a loop, with its number in `iterations`."""
         inside = dataclasses.replace(self, iterations=self.iterations + iterations)
         return inside.run(program, values)
 
@@ -259,7 +259,7 @@ class _Runner:
         return note
 
     def _compiled_for(self, piece: Piece) -> Callable:
-        """Compiles `pairs.compute` for a piece, once for all pieces with its key."""
+        """Compiles `pairs.compute` for a piece, once for its key and the devices."""
         key = (piece.key, self.devices)
         if key not in self.compiled:
             compute = functools.partial(pairs.compute, piece, self.widths)

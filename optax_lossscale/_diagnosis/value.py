@@ -29,7 +29,7 @@ class Value(NamedTuple):
     row_notes: Sequence[Note | None] = ()
 
     def map(self, function: Callable[[Any], Array]) -> "Value":
-        """Applies a function to both arrays; keeps the note, but not the `row_notes`."""
+        """Applies a function to both arrays; keeps the note, but not `row_notes`."""
         return Value(jax.tree.map(function, self.pair), self.note)
 
 

@@ -122,7 +122,7 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
 
 
 def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """Lists the programs in an equation's parameters, even those that it does not run."""
+    """Lists the programs in an equation's parameters, even any that it does not run."""
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     return list(filter(is_program, leaves))
 

@@ -1335,7 +1335,7 @@ def test_numbers_of_python_are_parameters():
 
 def test_shapes_are_refused():
     x = jax.ShapeDtypeStruct((4, 8), F32)
-    with pytest.raises(TypeError, match="give it arrays, and no ShapeDtypeStruct"):
+    with pytest.raises(TypeError, match="give it arrays, not a ShapeDtypeStruct"):
         ols.diagnose(lambda w, x: square(x @ w), normal(8, 8), x)
 
 
