@@ -43,7 +43,8 @@ as cancelling. If it were smaller, sums in which a few bits cancel would not.
 class How(enum.StrEnum):
     """What the equation at fault does to the numbers.
 
-    The value of each member is the verb that the report prints after the equation.
+    The value of each member is the predicate of a sentence in the report, as in
+    "exp at model.py:12 (f) overflows".
 
     Attributes:
       OVERFLOWS: its result, or a partial sum of it, is above the range of its dtype.

@@ -1,10 +1,10 @@
 """Runs the program in a `shard_map` piece by piece, on *stacks* of all devices' arrays.
 
 Between two pieces, Python holds values that exist only inside the `shard_map`, where
-each device has an array of its own. A stack joins these into one array outside. An
-array of shape (3,) on each of 4 devices becomes a stack of shape (4, 3), whose first
-axis is divided among the devices. A second `shard_map` inside the first, over a mesh
-axis of size 2, adds an axis: (4, 2, 3).
+each device has its own array. A stack joins these into one array outside. An array of
+shape (3,) on each of 4 devices becomes a stack of shape (4, 3), whose first axis is
+divided among the devices. A second `shard_map` inside the first, over a mesh axis of
+size 2, adds an axis: (4, 2, 3).
 
 `Devices.enter` converts the operands of a `shard_map` to stacks, `Devices.over_stacks`
 makes a function of one device's arrays apply to stacks, and `Devices.exit` converts the

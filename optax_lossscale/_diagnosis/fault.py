@@ -77,7 +77,7 @@ def worst_operand(note: Note) -> Note | None:
 
 
 def _off_operand(note: Note) -> Note | None:
-    """Returns the worst operand if it is off by more than rounding, otherwise None.
+    """Returns the worst operand if it is off by more than rounding, or None.
 
     If the result is not finite where float32's is, the operand must be off by more than
     5%, because a smaller error hardly explains an infinity.

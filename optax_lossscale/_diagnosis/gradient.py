@@ -196,7 +196,7 @@ def _arguments(inputs: tuple) -> list[Argument]:
 
 
 def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
-    """Numbers arguments of the same name, so that each gradient has a name of its own.
+    """Numbers arguments of the same name, so that each gradient has its own name.
 
     For example, both arrays in `{"a/b": x, "a": {"b": y}}` have the path `a/b`. An
     argument whose path a report uses for something else, such as "the loss", is

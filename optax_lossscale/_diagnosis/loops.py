@@ -7,7 +7,7 @@ not on their references.
 The examples of a `while` under `vmap` may need different numbers of iterations. So may
 the devices of a `shard_map`, which may also take different branches. The body or branch
 then runs on the whole array, and its results are kept only for the *active* examples or
-devices: those whose loop goes on, or that take the branch. If a loop halves `x` while
+devices: those whose loop continues, or that take the branch. If a loop halves `x` while
 `x > 1`, an iteration for three examples is
 
     carry      [0.8, 5.0, 9.0]    the first example is inactive
@@ -99,7 +99,7 @@ def cond(
 ) -> list[Value]:
     """Runs the branch that the index of a `cond` selects.
 
-    If the index differs between devices, every branch runs that a device selects.
+    If the index differs between devices, each branch that a device selects runs.
     """
     branches = instruction.programs
     index, *branch_operands = operands

@@ -83,8 +83,8 @@ class Piece(NamedTuple):
     Attributes:
       instructions: the instructions, in order.
       reads: the variables that it reads, without those that it computes itself.
-      key: equal for pieces that compute the same function of `reads`, which can
-        therefore share a compiled function.
+      key: if two pieces have equal keys, they compute the same function of `reads`, and
+        can share a compiled function.
     """
 
     instructions: Sequence[Instruction]

@@ -139,8 +139,8 @@ def _is_scatter(eqn: JaxprEqn) -> bool:
 def _apply(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
     """Applies an equation to arrays that may vary over every axis of the mesh.
 
-    The module `devices` runs each `shard_map` with `check_vma=False`, so that JAX does
-    not track the axes over which an array varies. So `pvary` does nothing here, and
+    The module `devices` runs each `shard_map` with `check_vma=False`. JAX then does not
+    track the axes over which an array varies, so `pvary` does nothing here, and
     `psum_invariant` is a plain `psum`.
     """
     if Trait.VARIES not in traits(eqn):
