@@ -331,7 +331,7 @@ def test_a_rule_that_needs_the_loss_says_so_when_traced(rule):
         trace()
         return
     with pytest.raises(
-        ValueError, match=r"looks at the loss.*apply_gradients\(.*value=loss\)"
+        ValueError, match=r"needs the loss.*apply_gradients\(.*value=loss\)"
     ):
         trace()
 
