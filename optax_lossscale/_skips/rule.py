@@ -22,7 +22,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
+from optax_lossscale._arrays.stateful import (
+    Stateful,
+    as_flag,
+    check_successor,
+    state_field,
+)
 
 # How many applied steps make up for a skipped one. The number is a heuristic: a rule
 # that keeps skipping more than about 1 step in 20 is assumed to be in error.
@@ -132,13 +137,7 @@ class SkipRule(Stateful):
             )
         decided, should_apply = self.decide(norm, value)
         check_successor(decided, self, "decide")
-        should_apply = jnp.asarray(should_apply, bool)
-        if should_apply.shape:
-            raise TypeError(
-                f"decide of {type(self).__name__} must return one flag for the step, "
-                f"of shape (), got shape {should_apply.shape}. Reduce it with "
-                "jnp.all"
-            )
+        should_apply = as_flag(should_apply, self, "decide")
         skipped = self.skipped_by_rule
         skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
         new = decided.replace(
