@@ -141,7 +141,7 @@ def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> Non
     shape = np.shape(scalar)
     if shape:
         raise TypeError(
-            "raise_if_stuck takes the state of one model, got a stack of states, with "
-            f"leaves of shape {shape}. Pass that of one member: "
+            "raise_if_stuck takes the state of one model, got a stack of states, of "
+            f"shape {shape}. Pass the state of one model: "
             "jax.tree.map(lambda x: x[0], state)"
         )

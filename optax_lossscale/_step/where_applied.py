@@ -119,6 +119,6 @@ def _check_fits(old: jax.Array, new: jax.Array, name: str) -> None:
     if not fits:
         raise TypeError(
             f"new has {new.dtype} where old has {old.dtype}, at {name}. It would be "
-            f"cast to {old.dtype}, which does not hold all of its numbers. Make old "
+            f"cast to {old.dtype}, which cannot represent all of its values. Make old "
             f"{new.dtype} from the start"
         )

@@ -113,8 +113,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
-                "apply_gradients is the step of with_loss_scale's own update, which "
-                "was replaced: instead, call update and optax.apply_updates:\n"
+                "apply_gradients takes the step of with_loss_scale's own update, which "
+                "was replaced. Call the new update, and then optax.apply_updates:\n"
                 "    updates, state = tx.update(scaled_grads, state, params)\n"
                 "    params = optax.apply_updates(params, updates)"
             )
@@ -212,13 +212,13 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         return
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
-        "the order of the arguments is minimize(loss_fn, state, params, …), got "
-        f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
-        "loss that it returned. state is the one that tx.init(params) or the last step "
-        "returned, not the optimizer or train state around it.\n"
+        f"call minimize(loss_fn, state, params, …); got {first}, {second} and {third}. "
+        "loss_fn is the function itself, not a loss that it returned. state is the one "
+        "that tx.init(params) or the last step returned, not the optimizer or train "
+        "state around it.\n"
         "With an nnx.Optimizer around it, let the loss function return "
-        "scale_gradient(loss, optimizer), and instead of minimize call "
-        "optimizer.update(model, scaled_grads, value=loss)"
+        "scale_gradient(loss, optimizer), and call optimizer.update(model, "
+        "scaled_grads, value=loss) instead of minimize"
     )
 
 

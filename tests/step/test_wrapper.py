@@ -625,7 +625,7 @@ def test_apply_gradients_refuses_to_take_another_step_than_a_replaced_update():
         lambda: other.minimize(loss_fn, state, PARAMS),
     ):
         with pytest.raises(
-            TypeError, match=r"update, which was replaced: .*apply_updates"
+            TypeError, match=r"update, which was replaced\. .*apply_updates"
         ):
             step()
 
