@@ -1,11 +1,7 @@
 """Restores other values after a skipped step, such as batch statistics.
 
-Skipping a step protects only the parameters and the optimizer's state. The forward pass
-has run by then, and other values that the training step computed may contain the NaN
-for which the step is skipped. `where_applied(state, new, old)` then returns the old
-values::
-
-    batch_stats = where_applied(state, new_batch_stats, batch_stats)
+When a step is skipped, its forward pass has already run, and what that computed may
+contain the NaN for which the step is skipped.
 """
 
 from typing import Any
