@@ -59,10 +59,10 @@ def apply_or_skip(
         for: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
-    is_compiled = is_traced(should_apply)
-    # A compiled step calls this in several branches. Under `jit`, the update is traced
+    traced = is_traced(should_apply)
+    # A traced step calls this in several branches. Under `jit`, the update is traced
     # only once.
-    run_inner = jax.jit(update.apply) if is_compiled else update.apply
+    run_inner = jax.jit(update.apply) if traced else update.apply
 
     def apply(scaled, state):
         # A second unscaling of the gradients is fused with the inner update, so it is
@@ -87,7 +87,7 @@ def apply_or_skip(
         select = partial(lax.select, flag)
         return jax.tree.map(select, results, skip(scaled, state))
 
-    if is_compiled:
+    if traced:
         if branch is None:
             return lax.platform_dependent(
                 should_apply, *operands, cpu=by_cond, default=by_select
