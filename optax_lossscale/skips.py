@@ -83,19 +83,18 @@ def spikes(
                 skip_debt = max(skip_debt - 1, 0)
 
     In any sequence of steps, the rule skips at most `max_skips` finite steps, plus 1
-    for every 20 applied steps whose norm is not 0. So if norms or losses rise for good,
-    it skips about `max_skips` steps. It skips nothing while they rise by less than a
-    factor of `2**least` within a window. Only ratios matter: multiplying all norms, or
-    all losses, by a constant changes nothing.
+    for every 20 that it applies. So if norms or losses rise for good, it skips about
+    `max_skips` steps. It skips nothing while they rise by less than a factor of
+    `2**least` within a window. Only ratios matter: multiplying all norms, or all
+    losses, by a constant changes nothing.
 
     Args:
       factor: how many spreads above the median are too many; above 0, at most 1e6.
-      least: how many bits above the median a spike must at least be, where 1 bit is a
+      least: the least distance of a spike above the median, in bits, where 1 bit is a
         factor of 2; above 0, at most 1e6. Raise it if the rule skips good batches.
       window: how many norms and losses the rule keeps, from 16 to 2**20.
       max_skips: how many steps the rule may skip before applied steps make up for
-        them, from 0 to 2**20. Each applied step whose norm is not 0 makes up for 1/20
-        of a skip. Raise it if bad steps come in longer runs.
+        them, from 0 to 2**20. Raise it if bad steps come in longer runs.
 
     Source: this library.
 
@@ -228,7 +227,7 @@ def axlearn(
         refuse(
             "grad_norm_ema_decay",
             grad_norm_ema_decay,
-            "given, such as 0.99, where drop_norm follows the norms",
+            "a number such as 0.99 if drop_norm follows the norms",
         )
     return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
 

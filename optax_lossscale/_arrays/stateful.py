@@ -336,6 +336,20 @@ def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
     return jax.tree.map(choose_leaf, if_true, if_false)
 
 
+def as_flag(flag: Any, owner: Stateful, method: str) -> jax.Array:
+    """Converts the flag that a user's `method` of `owner` returned to a bool, shape ().
+
+    Raises a `TypeError` if the flag has axes.
+    """
+    flag = jnp.asarray(flag, bool)
+    if flag.shape:
+        raise TypeError(
+            f"{method} of {type(owner).__name__} must return one flag for the step, of "
+            f"shape (), got shape {flag.shape}. Reduce it with jnp.all"
+        )
+    return flag
+
+
 def _config_name(cls: type[Stateful]) -> str:
     """Returns the name of a class in a config.
 

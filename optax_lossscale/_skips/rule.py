@@ -8,11 +8,10 @@ a norm above 10.
 The training step computes the norm and calls `update`, which calls `decide`, the method
 that each rule defines, and updates the counts that all rules have.
 
-If a rule skipped nearly all steps, training would stop, and nothing would show it.
-Therefore, one of these counts is the *skip debt*: how many steps must still be applied
-to make up for the skipped ones. A step that the rule skips adds 20, and an applied step
-whose norm is not 0 subtracts 1. `raise_if_stuck` raises an error if the debt exceeds 20
-times `max_consecutive_skips`.
+If a rule skipped nearly all steps, training would stop, and nothing would show it. So
+one of these counts is the *skip debt*, which rises with each step that the rule skips,
+and falls with applied ones (`SkipRule.skip_debt`). `raise_if_stuck` raises an error if
+it becomes too large.
 """
 
 import abc
@@ -23,7 +22,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
+from optax_lossscale._arrays.stateful import (
+    Stateful,
+    as_flag,
+    check_successor,
+    state_field,
+)
 
 # How many applied steps make up for a skipped one. The number is a heuristic: a rule
 # that keeps skipping more than about 1 step in 20 is assumed to be in error.
@@ -54,9 +58,9 @@ class SkipRule(Stateful):
       skipped_by_rule: how many finite steps the rule has skipped so far; int32, shape
         ().
       skip_debt: how many steps must be applied to make up for the skipped ones. Each
-        skipped finite step adds 20. Each applied step whose norm is not 0 subtracts 1,
-        down to 0. `decide` may set it, as `skips.spikes` does when it applies a spike;
-        int32, shape ().
+        step that the rule skips adds 20. Each applied step whose norm is not 0
+        subtracts 1, down to 0. `decide` may set it, as `skips.spikes` does when it
+        applies a spike; int32, shape ().
 
     Example:
       A rule that skips a step if its loss is at least twice the smallest loss so far:
@@ -127,19 +131,13 @@ class SkipRule(Stateful):
             value = jnp.asarray(value, jnp.float32)
         elif self.needs_value:
             raise ValueError(
-                f"the rule {type(self).__name__} looks at the loss, but the step was "
-                "given none. Call apply_gradients(grads, state, params, value=loss), "
-                "or update with value=loss"
+                f"the rule {type(self).__name__} needs the loss, but the step received "
+                "none. Call apply_gradients(grads, state, params, value=loss), or pass "
+                "value=loss to update"
             )
         decided, should_apply = self.decide(norm, value)
         check_successor(decided, self, "decide")
-        should_apply = jnp.asarray(should_apply, bool)
-        if should_apply.shape:
-            raise TypeError(
-                f"decide of {type(self).__name__} must return one flag for the step, "
-                f"of shape (), got shape {should_apply.shape}. Reduce it with "
-                "jnp.all"
-            )
+        should_apply = as_flag(should_apply, self, "decide")
         skipped = self.skipped_by_rule
         skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
         new = decided.replace(

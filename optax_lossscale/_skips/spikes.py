@@ -29,10 +29,10 @@ from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 _DEVIATION = 1.4826
 # With fewer steps in the window, nothing is a spike.
 _MIN_HISTORY = 8
-# With fewer steps in the window, `least` is multiplied by 24 / steps.
+# With fewer steps in the window, `least` is multiplied by this number / steps.
 _ENOUGH_HISTORY = 24.0
-# A value is common if at least 3 steps of the window reached it, or 1 in 20 if that is
-# more.
+# A value is common if at least _MIN_COMMON steps of the window reached it, or 1 in
+# _COMMON_SHARE of them if that is more.
 _MIN_COMMON = 3
 _COMMON_SHARE = 20
 # Marks an empty place of the window. It exceeds log2 of any float32, so it sorts last.
@@ -106,7 +106,7 @@ class SpikeSkipRule(SkipRule):
     def _limits(self) -> jax.Array:
         """Returns log2 of the limits of norm and loss; float32, shape (2,).
 
-        A limit is infinite if fewer than 8 norms, or losses, are known.
+        A limit is infinite if too few norms, or losses, are known.
         """
         seen = jnp.sum(self._last < _UNKNOWN, axis=1)
         count = jnp.maximum(seen, _MIN_HISTORY)

@@ -66,8 +66,7 @@ class MovingAverageSkipRule(SkipRule):
     Args:
       mean_factor: the factor of the mean in the threshold.
       stddev_factor: the factor of the standard deviation in the threshold.
-      min_count: how many steps must be applied first. Until then, the threshold is
-        1e10.
+      min_count: how many steps must be applied first.
       grad_norm_ema_decay: the decay of the moving averages, in (0, 1).
 
     Attributes:

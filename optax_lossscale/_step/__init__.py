@@ -12,6 +12,13 @@ Each line of a step has its file::
 `with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.
 `metrics.py`, `stuck.py` and `where_applied.py` read the state that a step returns.
 
+The others help these. `get.py` finds the loss scale that an argument describes or a
+state holds. `loss.py` checks the loss, `grad_dtype.py` casts parameters, `mask.py`
+reads the argument `mask`, and `missing_gradients.py` puts zeros in place of missing
+gradients. `state.py` defines the state, and checks it together with `nesting.py`.
+`master_weights.py` and `master_weights_state.py` wrap an inner optimizer, so that it
+trains 16-bit parameters as float32 numbers.
+
 A few words have one meaning in all of these files. The *inner* optimizer is the one
 that `with_loss_scale` wraps. Gradients are *scaled* until they are divided by the loss
 scale, then *unscaled*. A step is *finite* if its gradients and its loss contain no NaN

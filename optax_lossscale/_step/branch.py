@@ -45,9 +45,9 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """Applies or skips a step; returns new parameters or updates, and the inner state.
 
-    Outside `jit`, `should_apply` is concrete, that is, its value is known. Then no
-    branch is compiled: an applied step runs `update` alone, and a skipped step does not
-    run `update`, unless `branch="select"`.
+    If nothing traces the step, or if nothing was checked, `should_apply` is concrete,
+    that is, its value is known. Then no branch is compiled: an applied step runs
+    `update` alone, and a skipped step does not run `update`, unless `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.
@@ -59,10 +59,10 @@ def apply_or_skip(
         for: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
-    is_concrete = not is_traced(should_apply)
-    # A compiled step calls this in several branches. Under `jit`, the update is traced
+    traced = is_traced(should_apply)
+    # A traced step calls this in several branches. Under `jit`, the update is traced
     # only once.
-    run_inner = update.apply if is_concrete else jax.jit(update.apply)
+    run_inner = jax.jit(update.apply) if traced else update.apply
 
     def apply(scaled, state):
         # A second unscaling of the gradients is fused with the inner update, so it is
@@ -87,17 +87,18 @@ def apply_or_skip(
         select = partial(lax.select, flag)
         return jax.tree.map(select, results, skip(scaled, state))
 
-    if is_concrete and should_apply:
+    if traced:
+        if branch is None:
+            return lax.platform_dependent(
+                should_apply, *operands, cpu=by_cond, default=by_select
+            )
+        by_branch = by_cond if branch == "cond" else by_select
+        return by_branch(should_apply, *operands)
+    if should_apply:
         return apply(*operands)
     if branch == "select":
         return by_select(should_apply, *operands)
-    if is_concrete:
-        # The results are copies, because callers may donate what a step returns. They
-        # do not come from a `lax.cond`, which would be compiled again at every step,
-        # and stay in JAX's cache.
-        return jax.tree.map(jnp.copy, skip(*operands))
-    if branch == "cond":
-        return by_cond(should_apply, *operands)
-    return lax.platform_dependent(
-        should_apply, *operands, cpu=by_cond, default=by_select
-    )
+    # The results are copies, because callers may donate what a step returns. They do
+    # not come from a `lax.cond`, which would be compiled again at every step, and stay
+    # in JAX's cache.
+    return jax.tree.map(jnp.copy, skip(*operands))

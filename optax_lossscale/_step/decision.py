@@ -33,7 +33,7 @@ from optax_lossscale._arrays.finite import (
     reduce_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
-from optax_lossscale._arrays.stateful import check_successor, choose
+from optax_lossscale._arrays.stateful import as_flag, check_successor, choose
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import StepInputs
@@ -79,6 +79,7 @@ def decide_step(
     scale_adapts = loss_finite
     rule = state.skip_rule
     if rule is not None:
+        assert norm is not None  # for type checkers: it is measured for the rule
         rule, should_apply = _run_rule(rule, norm, value, passed, axis_name)
         # If the step passed the other checks, but is skipped here, the loss scale
         # stays as it was.
@@ -91,7 +92,7 @@ def decide_step(
 
 def _check_gradients(
     grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
-) -> tuple[Any, Flag]:
+) -> tuple[jax.Array | None, Flag]:
     """Returns the norm of the gradients, and whether they are finite on all replicas.
 
     A skip rule needs the norm, which is computed together with the check. Without a
@@ -125,7 +126,7 @@ def _adapt(
         return new, True
     new, allows = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "update")
-    return new, allows if allows is True else jnp.asarray(allows, bool)
+    return new, allows if allows is True else as_flag(allows, loss_scale, "update")
 
 
 def _inherits_update(loss_scale: LossScale) -> bool:
@@ -179,9 +180,9 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     if axes_apart:
         name = min(map(repr, axes_apart))
         raise ValueError(
-            f"the replicas along the axis {name} of a shard_map share their state, and "
-            "would each decide alone whether to apply the step, by gradients or a "
-            "loss of their own. Let them decide together, with_loss_scale(…, "
-            f"axis_name={name}), or give each a state of its own, that varies along "
-            "this axis"
+            f"the replicas along the axis {name} of a shard_map share their state, but "
+            "would each decide alone whether to apply the step, by their own gradients "
+            "or loss. Let them decide together, with_loss_scale(…, "
+            f"axis_name={name}), or give each replica its own state, which varies "
+            "along this axis"
         )

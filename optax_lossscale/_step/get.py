@@ -178,7 +178,8 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only multiply by the scale, so the class does not matter.
+        # Callers only multiply by the scale, and warn if it has no upper bound. Of a
+        # traced number, none is known.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)

@@ -55,8 +55,8 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     own_dtype = dtype_of(x)
     if own_dtype != dtype and own_dtype.itemsize == dtype.itemsize:
         raise ValueError(
-            f"grad_dtype={dtype} casts only wider floats, and {path_name(path)} is "
-            f"{own_dtype}: with {dtype} inputs the model would compute in float32. "
+            f"grad_dtype={dtype} casts only wider floats, but {path_name(path)} is "
+            f"{own_dtype}, so with {dtype} inputs the model would compute in float32. "
             f"Keep the parameters in float32 or in {dtype}, or pass "
             f"grad_dtype={own_dtype}"
         )

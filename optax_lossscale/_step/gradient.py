@@ -173,7 +173,8 @@ def value_and_scaled_grad(
     Example:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> loss, scaled_grad = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))(3.0)
+      >>> gradient = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))
+      >>> loss, scaled_grad = gradient(3.0)
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
@@ -182,7 +183,7 @@ def value_and_scaled_grad(
     check_grad_dtype(grad_dtype)
     positions = validation.argnums_tuple(argnums)
     if not positions:
-        raise TypeError("argnums must be an int or a sequence of at least one, got ()")
+        raise TypeError("argnums must be an int, or a sequence of one or more, got ()")
 
     def scaled_fun(*args, **fun_kwargs):
         returned = fun(*args, **fun_kwargs)

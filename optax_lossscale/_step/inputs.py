@@ -102,7 +102,7 @@ def prepare(
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
             "optax.multi_transform, which would leave the gradients of all other "
-            "parameters scaled: wrap the whole of it, as in "
+            "parameters scaled. Wrap the whole of it instead: "
             "with_loss_scale(optax.masked(inner, mask))"
         )
     check_arrays("the gradients", grads)

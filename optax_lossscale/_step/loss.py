@@ -87,7 +87,7 @@ def check_keywords(
     for name in reserved:
         if name in signature.parameters and name not in bound:
             raise TypeError(
-                f"{name} is an argument of this call, so the function's own argument "
-                "of that name would not receive it. Bind that one: "
+                f"{name} is an argument of this call, so it would not reach the "
+                "function's own argument of that name. Bind the latter: "
                 f"functools.partial(function, {name}=…)"
             )

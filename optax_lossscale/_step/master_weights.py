@@ -48,30 +48,35 @@ def with_master_weights(
         new_params, remainder = split(weights + inner's updates)
         updates = new_params - params
 
-    For bfloat16 parameters, `remainder` is the low 16 bits of each float32 number. It
-    takes half the memory of a float32 copy, and each step recovers the float32 numbers
-    bit for bit, except for those that round to zero or to infinity. Because 16 bits
-    would not be enough with ties to even, ties are rounded away from zero, so a
-    parameter may differ in its last place from what `astype` would give. For float16
-    parameters, whose range is smaller, `remainder` is a float32 copy.
+    For bfloat16 parameters, `remainder` has 16 bits for each float32 number. It takes
+    half the memory of a float32 copy, and each step recovers the float32 numbers bit
+    for bit, except for those that round to zero or to infinity. Because 16 bits would
+    not be enough with ties to even, ties are rounded away from zero, so a parameter may
+    differ in its last place from what `astype` would give. For float16 parameters,
+    whose range is smaller, `remainder` is a float32 copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
     difference.
 
     A program may change its parameters between steps. A changed float16 parameter
-    replaces the float32 copy. A changed bfloat16 parameter still gets the old low bits,
-    which move it by at most half a unit in its last place.
+    replaces the float32 copy. A changed bfloat16 parameter still gets the old
+    remainder, which moves it by at most half a unit in its last place.
 
-    *It must come last.* A transformation after `with_master_weights` would change its
-    updates, so the parameters would no longer be the rounded float32 numbers. Pass it
-    the whole optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. The
-    `init` of `with_loss_scale`, and `value_and_scaled_grad` and `scale_gradient` of
-    such a state, raise an error if another of Optax's transformations follows in a
-    chain, or if `optax.lookahead`, or `mechanize`, `sam` or `schedule_free` of
-    `optax.contrib`, is around `with_master_weights`. Any other change of the updates
-    may go undetected, for example by a transformation of your own, and then the low
-    bits are lost at each step. `testing.assert_scale_invariant` detects such a change
-    for float16 parameters, but not for bfloat16 ones. Transformations before
-    `with_master_weights` in an `optax.chain` receive the rounded parameters.
+    *It must come last.* Pass it the whole optimizer,
+    `with_loss_scale(with_master_weights(optax.chain(…)))`. If something changes its
+    updates afterwards, the parameters are no longer the rounded float32 numbers, and
+    their low bits are lost at each step. The `init` of `with_loss_scale`, and
+    `value_and_scaled_grad` and `scale_gradient` of such a state, raise an error for
+
+    - another of Optax's transformations after it in a chain, and
+    - `optax.lookahead`, or `mechanize`, `sam` or `schedule_free` of `optax.contrib`,
+      around it.
+
+    Any other change may go undetected, for example by a transformation of your own.
+    `testing.assert_scale_invariant` detects it for float16 parameters, but not for
+    bfloat16 ones.
+
+    Transformations before `with_master_weights` in an `optax.chain` receive the rounded
+    parameters.
 
     Args:
       inner: any Optax transformation. It receives gradients and parameters in float32
@@ -99,9 +104,9 @@ def with_master_weights(
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
-    DeepSpeed. The low 16 bits are the "split SGD" of Kalamkar et al., "Optimizing
-    Deep Learning Recommender Systems' Training On CPU Cluster Architectures"
-    (https://arxiv.org/abs/2005.04680).
+    DeepSpeed. Storing 16 bits beside bfloat16 parameters is the "split SGD" of Kalamkar
+    et al., "Optimizing Deep Learning Recommender Systems' Training On CPU Cluster
+    Architectures" (https://arxiv.org/abs/2005.04680).
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of the smallest

@@ -28,12 +28,12 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      remainders: the remainders, a tree like the parameters: what each 16-bit
-        parameter lacks to be the float32 number that is trained. To get the float32
-        numbers, call `weights`. For a bfloat16 parameter, the remainder is a uint16
-        array of its shape: the low 16 bits of the number, plus 0x8000 that the rounding
-        adds. For a float16 parameter, it is the float32 number itself. For every other
-        parameter, it is `optax.MaskedNode()`.
+      remainders: the remainders, a tree like the parameters: what each 16-bit parameter
+        lacks to be the float32 number that is trained. To get the float32 numbers, call
+        `weights`. For a bfloat16 parameter, the remainder is a uint16 array of its
+        shape: the low half of the number's bits plus 0x8000. (The high half of this sum
+        is the parameter.) For a float16 parameter, it is the float32 number itself. For
+        every other parameter, it is `optax.MaskedNode()`.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -53,8 +53,8 @@ class MasterWeightsState(NamedTuple):
         Returns:
           A tree like `params`, with the float32 numbers in place of 16-bit parameters.
           If you changed a float16 parameter after the last step, its new value is
-          returned as it is. A changed bfloat16 parameter still gets the old low bits,
-          which move it by at most half a unit in its last place.
+          returned as it is. A changed bfloat16 parameter still gets the old remainder,
+          which moves it by at most half a unit in its last place.
         """
 
         def weight(param, remainder):

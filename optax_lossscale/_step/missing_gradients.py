@@ -146,7 +146,7 @@ def _structure_error(grads: Any, params: Any) -> ValueError:
         return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
     only_in_one = sorted(paths(grads) ^ paths(params))
-    listed = f" Only one of them has {shown(only_in_one)}." if only_in_one else ""
+    listed = f" Only one of the two has {shown(only_in_one)}." if only_in_one else ""
     return ValueError(
         "the gradients must have the structure of the parameters, with None where "
         f"there is no gradient.{listed}\nGradients: {jax.tree.structure(grads)}\n"

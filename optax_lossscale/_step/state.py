@@ -2,7 +2,7 @@
 
 Between two steps, a state may pass through a checkpoint, a `vmap` or another
 transformation, and come back changed. For example, a checkpoint may restore a flag as a
-float, and training would silently go on with wrong numbers. So each step checks
+float, and training would silently continue with wrong numbers. So each step checks
 everything that can be checked without reading an array: types, structures, shapes and
 dtypes.
 """
@@ -90,7 +90,7 @@ def check_state(state: Any) -> None:
             f"the state's should_apply came back as {dtype}, not as bool. Either a "
             "checkpoint was restored into another dtype, or a transformation around "
             "the wrapper has computed with its state, as SAM's transparent mode does. "
-            "Put it inside: with_loss_scale(optax.contrib.sam(…))"
+            "Put it inside the wrapper: with_loss_scale(optax.contrib.sam(…))"
         )
     check_no_stack(state.should_apply)
 
@@ -101,7 +101,7 @@ def check_no_stack(scalar: Any) -> None:
     if shape:
         raise ValueError(
             f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap. "
-            "Take the whole step under that vmap or pmap, too: "
+            "Run the whole step under the same vmap or pmap: "
             "vmap(train_step)(params, state, batch)"
         )
 
@@ -117,8 +117,9 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
             f"the state's {name.replace('_', ' ')} has another configuration than this "
             f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
             f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
-            "what tx.init(params) returns. To go on with this configuration, keep the "
-            f"rest of the state: state._replace({name}=tx.init(params).{name})"
+            "what tx.init(params) returns. To continue with the transformation's "
+            "configuration, keep the rest of the state: "
+            f"state._replace({name}=tx.init(params).{name})"
         )
 
 

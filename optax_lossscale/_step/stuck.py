@@ -1,7 +1,7 @@
-"""Raises an error on the host if training cannot go on.
+"""Raises an error on the host if training cannot continue.
 
 A compiled step cannot raise an error, so if gradients overflow at every loss scale,
-every step is skipped, and training runs on without an effect. But the state counts the
+every step is skipped, and training runs on without effect. But the state counts the
 skipped steps, and between two steps, `raise_if_stuck` reads these counts.
 """
 
@@ -16,9 +16,9 @@ from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import LossScaleState, loss_scale_state_or_none
 
 _NOT_FINITE = "gradients or losses were not finite"
-_NOT_FINITE_OR_HUGE = f"gradients had a norm of 2**64 or more, or {_NOT_FINITE}"
+_NOT_FINITE_OR_HUGE = f"{_NOT_FINITE}, or gradients had a norm of 2**64 or more"
 _DIAGNOSE = (
-    "A skipped step has left the parameters as they were: "
+    "Skipped steps leave the parameters as they were. To find the cause, "
     "run print(ols.diagnose(loss_fn, params, batch))"
 )
 _LOWER_FLOOR = (
@@ -27,13 +27,13 @@ _LOWER_FLOOR = (
 _RESTART_RULE = (
     "If large norms are here to stay, restart the rule: "
     "state._replace(skip_rule=tx.init(params).skip_rule). Or use skips.spikes(), which "
-    "accepts a new level after max_skips steps, if max_consecutive_skips is at least "
-    "as large"
+    "accepts a new level after max_skips skipped steps, if max_consecutive_skips is at "
+    "least max_skips"
 )
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: the scale is exhausted, or too many steps were skipped.
+    """Training cannot continue: the scale is exhausted, or too many steps were skipped.
 
     `raise_if_stuck` raises this error, with a message that says what to try.
     """
@@ -54,10 +54,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many steps, in a row or not, before applied steps make up for them. That
-        is, the rule's `skip_debt` may be at most 20 times this number: each step that
-        the rule skips adds 20 to the debt, and each applied step with a norm other than
-        0 subtracts 1.
+        skip as many steps, in a row or not, before applied steps make up for them (see
+        `skip_debt` of `skips.SkipRule`).
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`.
@@ -115,25 +113,19 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
     """Explains why steps were skipped, or returns None if not too many were."""
     rule = state.skip_rule
-    # A skipped step adds 20 to the debt, and an applied step whose norm is not 0
-    # subtracts 1. So since the debt was last 0, the rule has skipped more than
-    # `max_skips` steps, and 1 more for every 20 of those applied. Of both kinds of
-    # steps together, more than 1 in 20 were skipped, or more than 1 in 21 if over
-    # 380 * max_skips were applied. (All this is true unless `decide` sets the debt.)
     if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_skips:
         return (
-            f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
-            f"{rule.skipped_by_rule} steps in all. {_last_step(rule)}"
+            f"{type(rule).__name__} has skipped {rule.skipped_by_rule} steps, and too "
+            f"few were applied to make up for them: its skip_debt is {rule.skip_debt}, "
+            f"above {APPLIED_PER_SKIP} * max_consecutive_skips. {_last_step(rule)}"
         )
     if state.consecutive_skipped_steps <= max_skips:
         return None
-    scale = f"; the loss scale is {state.loss_scale():g}"
-    if rule is None:
-        return _NOT_FINITE + scale
-    reason = _NOT_FINITE_OR_HUGE + scale
-    if rule.skipped_by_rule:
-        reason += f". Or {type(rule).__name__} skipped the steps"
-    return f"{reason}. {_last_step(rule)}"
+    reason = _NOT_FINITE if rule is None else _NOT_FINITE_OR_HUGE
+    if rule is not None and rule.skipped_by_rule:
+        reason += f", or {type(rule).__name__} skipped the steps"
+    reason += f"; the loss scale is {state.loss_scale():g}"
+    return reason if rule is None else f"{reason}. {_last_step(rule)}"
 
 
 def _last_step(rule: SkipRule) -> str:
@@ -149,7 +141,7 @@ def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> Non
     shape = np.shape(scalar)
     if shape:
         raise TypeError(
-            "raise_if_stuck takes the state of one model, got a stack of states, with "
-            f"leaves of shape {shape}. Pass that of one member: "
+            "raise_if_stuck takes the state of one model, got a stack of states, of "
+            f"shape {shape}. Pass the state of one model: "
             "jax.tree.map(lambda x: x[0], state)"
         )

@@ -1,11 +1,7 @@
 """Restores other values after a skipped step, such as batch statistics.
 
-Skipping a step protects only the parameters and the optimizer's state. The forward pass
-has run by then, and other values that the training step computed may contain the NaN
-for which the step is skipped. `where_applied(state, new, old)` then returns the old
-values::
-
-    batch_stats = where_applied(state, new_batch_stats, batch_stats)
+When a step is skipped, its forward pass has already run, and what that computed may
+contain the NaN for which the step is skipped.
 """
 
 from typing import Any
@@ -119,6 +115,6 @@ def _check_fits(old: jax.Array, new: jax.Array, name: str) -> None:
     if not fits:
         raise TypeError(
             f"new has {new.dtype} where old has {old.dtype}, at {name}. It would be "
-            f"cast to {old.dtype}, which does not hold all of its numbers. Make old "
+            f"cast to {old.dtype}, which cannot represent all of its values. Make old "
             f"{new.dtype} from the start"
         )

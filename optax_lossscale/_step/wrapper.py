@@ -104,6 +104,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           TypeError: if a gradient is not an array.
           TypeError: if `value` is not a real number of shape ().
           TypeError: if the `update` of this optimizer was replaced.
+          TypeError: if a method of your own loss scale or skip rule does not return
+            what it must return.
           ValueError: if `params` is None.
           ValueError: if the gradients do not have the structure and shapes of the
             parameters, or are integers where the parameters are floats.
@@ -113,8 +115,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
-                "apply_gradients is the step of with_loss_scale's own update, which "
-                "was replaced: instead, call update and optax.apply_updates:\n"
+                "apply_gradients takes the step of with_loss_scale's own update, which "
+                "was replaced. Call the new update, and then optax.apply_updates:\n"
                 "    updates, state = tx.update(scaled_grads, state, params)\n"
                 "    params = optax.apply_updates(params, updates)"
             )
@@ -212,13 +214,13 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         return
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
-        "the order of the arguments is minimize(loss_fn, state, params, …), got "
-        f"{first} and {second}, then {third}. loss_fn is the function itself, not a "
-        "loss that it returned. state is the one that tx.init(params) or the last step "
-        "returned, not the optimizer or train state around it.\n"
+        f"call minimize(loss_fn, state, params, …); got {first}, {second} and "
+        f"{third}. loss_fn is the function itself, not a loss that it returned. state "
+        "is the one that tx.init(params) or the last step returned, not the optimizer "
+        "or train state around it.\n"
         "With an nnx.Optimizer around it, let the loss function return "
-        "scale_gradient(loss, optimizer), and instead of minimize call "
-        "optimizer.update(model, scaled_grads, value=loss)"
+        "scale_gradient(loss, optimizer), and call optimizer.update(model, "
+        "scaled_grads, value=loss) instead of minimize"
     )
 
 
@@ -256,11 +258,11 @@ def with_loss_scale(
     *How a step is skipped.* With `branch="cond"`, a `lax.cond` runs `inner` only if the
     step is applied. With `"select"`, `inner` runs at every step, and its results or the
     old values are selected. At a skipped step, `inner` then receives zeros in place of
-    NaN and infinities, unless `skip=None` (and except in gradients that `mask`
-    excludes). Use `"cond"` if `inner` should not run at a skipped step, because it has
-    side effects, such as a callback, or is expensive, such as an `eigh`. The default is
-    `"cond"` on CPU, and `"select"` on GPU and TPU, where compiled programs show copies
-    after a conditional (not timed).
+    NaN and infinities, except in gradients that `mask` excludes, and unless
+    `skip=None`. Use `"cond"` if `inner` should not run at a skipped step, because it
+    has side effects, such as a callback, or is expensive, such as an `eigh`. The
+    default is `"cond"` on CPU, and `"select"` on GPU and TPU, where compiled programs
+    show copies after a conditional.
 
     *Replicas.* If replicas decided independently, their parameters would diverge, and a
     collective inside `inner` would deadlock under `branch="cond"`. So along
@@ -288,7 +290,8 @@ def with_loss_scale(
         their parameters, such as Flax's float8 scales: `mask={"params": True,
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped, `"cond"` or `"select"` (see above), or None for the
-        platform's default. Outside `jit`, `"cond"` and None branch in Python.
+        platform's default. Where the step is not traced, `"cond"` and None branch in
+        Python.
       skip: which steps to skip:
 
         - `"nonfinite"`: whatever the loss scale, steps whose gradients are not finite,

@@ -58,7 +58,8 @@ def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuc
     assert state.skipped_steps == steps // every
     if stuck:
         with pytest.raises(
-            ols.LossScaleError, match="more than 1 in 20 of the last steps, 150 st"
+            ols.LossScaleError,
+            match=r"has skipped 150 steps, .* skip_debt is 2850, above 20 \* max_",
         ):
             ols.raise_if_stuck(state)
     else:
@@ -101,7 +102,7 @@ def test_overflows_and_spikes_in_a_row_are_both_named():
     state = after(tx, *[NAN] * 3, *[5 * PARAMS] * 3)
     with pytest.raises(
         ols.LossScaleError,
-        match=r"not finite.* Or ThresholdSkipRule .* norm of 7\.07.*restart the rule",
+        match=r"not finite.*, or ThresholdSkipRule .* norm of 7\.07.*restart the rule",
     ):
         ols.raise_if_stuck(state, max_consecutive_skips=5)
 
@@ -144,7 +145,7 @@ def test_a_limit_that_is_no_positive_int_is_refused():
 def test_of_many_models_it_says_to_take_one(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
     states = jax.vmap(tx.init)(jnp.ones((3, 2)))
-    with pytest.raises(TypeError, match=r"shape \(3,\)\. Pass that of one member"):
+    with pytest.raises(TypeError, match=r"shape \(3,\)\. Pass the state of one model"):
         ols.raise_if_stuck(states)
     ols.raise_if_stuck(jax.tree.map(lambda x: x[0], states))
 
@@ -154,7 +155,7 @@ def test_a_rule_that_skipped_most_is_named_though_the_last_step_overflowed():
     state = after(tx, *[jnp.full(2, 2.0**20)] * 4, jnp.full(2, jnp.inf))
     with pytest.raises(
         ols.LossScaleError,
-        match=r"ThresholdSkipRule has .* 4 steps in all.* not finite\. .*diagnose",
+        match=r"ThresholdSkipRule has skipped 4 steps,.* not finite, .*\. .*diagnose",
     ):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
 
@@ -169,7 +170,9 @@ def test_a_floor_that_is_none_already_is_not_spoken_of():
 def test_of_norms_that_float32_does_not_hold_it_does_not_say_that_gradients_were_not_finite():
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(1.0))
     state = after(tx, *[1e25 * PARAMS] * 4)
-    with pytest.raises(ols.LossScaleError, match=r"a norm of 2\*\*64 or more, or"):
+    with pytest.raises(
+        ols.LossScaleError, match=r", or gradients had a norm of 2\*\*64 or"
+    ):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
 
 
@@ -177,7 +180,7 @@ def test_the_rule_that_finds_a_new_level_by_itself_is_named_with_its_condition()
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.spikes(max_skips=9))
     state = after(tx, *[PARAMS] * 30, *[1e6 * PARAMS] * 4)
     with pytest.raises(
-        ols.LossScaleError, match="if max_consecutive_skips is at least"
+        ols.LossScaleError, match="if max_consecutive_skips is at least max_s"
     ):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
     ols.raise_if_stuck(after(tx, *[PARAMS] * 30, *[1e6 * PARAMS] * 20), 9)

@@ -148,7 +148,7 @@ def test_other_trees_and_shapes_are_refused():
     ],
 )
 def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
-    with pytest.raises(TypeError, match="which does not hold all of its numbers"):
+    with pytest.raises(TypeError, match="which cannot represent all of its values"):
         ols.where_applied(APPLIED, {"n": new}, {"n": old})
 
 

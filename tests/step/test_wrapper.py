@@ -248,6 +248,22 @@ def test_users_own_strategy_with_an_update_of_its_own():
     assert (params, state.loss_scale()) == (-9, 2)
 
 
+@pytest.mark.parametrize("take", [lambda step: step, jax.jit])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_strategy_that_decides_number_by_number_is_an_error(size, take):
+    class Each(ols.LossScale):
+        def adjust(self, grads_finite):
+            return self
+
+        def update(self, grads, axis_name=None):
+            return self, jnp.isfinite(grads)
+
+    tx = ols.with_loss_scale(optax.sgd(1.0), Each())
+    params = jnp.ones(size)
+    with pytest.raises(TypeError, match=r"^update of Each must .* got shape \(\d,\)"):
+        take(tx.update)(params, tx.init(params), params)
+
+
 # Precision
 
 
@@ -609,7 +625,7 @@ def test_apply_gradients_refuses_to_take_another_step_than_a_replaced_update():
         lambda: other.minimize(loss_fn, state, PARAMS),
     ):
         with pytest.raises(
-            TypeError, match=r"update, which was replaced: .*apply_updates"
+            TypeError, match=r"update, which was replaced\. .*apply_updates"
         ):
             step()
 

@@ -251,11 +251,11 @@ WRAPPER = {
         TypeError,
         "functools.partial(function, has_aux=…)",
     ),
-    "sam around": (sam_around_the_wrapper, TypeError, "Put it inside"),
+    "sam around": (sam_around_the_wrapper, TypeError, "Put it inside the wrapper"),
     "minimize: no function": (
         lambda: TX.minimize(3, STATE, PARAMS),
         TypeError,
-        "got int and",
+        "got int, LossScaleState and",
     ),
     "minimize: a pair": (
         lambda: TX.minimize(lambda p: (loss_fn(p), 1), STATE, PARAMS),
@@ -329,7 +329,7 @@ GRADIENT = {
     "float16 for bfloat16": (
         lambda: narrowed(jnp.bfloat16, jnp.float16),
         ValueError,
-        "w is bfloat16: with float16 inputs the model would compute in float32",
+        "w is bfloat16, so with float16 inputs the model would compute in float32",
     ),
     "bfloat16 for float16": (
         lambda: narrowed(jnp.float16, jnp.bfloat16),

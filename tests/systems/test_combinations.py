@@ -156,7 +156,9 @@ def test_a_combination_around_the_wrapper_changes_no_parameter_at_an_overflow(ar
 def test_around_the_wrapper_what_would_leave_gradients_scaled_is_refused(around):
     tx = around(ols.with_loss_scale(optax.sgd(1.0), LS))
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match="wrap the whole of it"):
+    with pytest.raises(
+        ValueError, match="Wrap the whole of it instead: with_loss_scale"
+    ):
         tx.update(ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], state, PARAMS)
 
 
@@ -232,7 +234,7 @@ def test_minimize_names_the_order_of_its_arguments():
     ):
         with pytest.raises(
             TypeError,
-            match=r"order of the arguments is minimize\(loss_fn, state, params",
+            match=r"call minimize\(loss_fn, state, params, …\); got",
         ):
             tx.minimize(*arguments)
 
