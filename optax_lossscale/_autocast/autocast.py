@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays import messages, validation
 from optax_lossscale._autocast.arrays import Call, as_program
-from optax_lossscale._autocast.classify import Kind
+from optax_lossscale._autocast.classify import Kind, Kinds
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
@@ -219,10 +219,10 @@ def _parameters(
     return {n % n_positional for n in positions if n < n_positional}
 
 
-def _kinds(call: Call) -> list[Kind]:
+def _kinds(call: Call) -> Kinds:
     """Returns the kind of each array in the arguments of a call."""
     # A single number may be a step size or a statistic, which can have any size.
-    return [
+    return tuple(
         Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
         for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
-    ]
+    )

@@ -78,16 +78,14 @@ def plan_for(
         in_dtypes.append(casting.low if is_low else dtype_in(v))
     out_dtypes = tuple(dtypes_in(traced.outvars))
     result_uses = (NEITHER,) * len(out_dtypes)
-    return _plan(
-        jaxpr, tuple(in_dtypes), out_dtypes, tuple(kinds), result_uses, casting
-    )
+    return _plan(jaxpr, tuple(in_dtypes), out_dtypes, kinds, result_uses, casting)
 
 
 @cached_by_program
 def _plan(
     jaxpr: AnyJaxpr,
-    in_dtypes: Sequence[Any],
-    out_dtypes: Sequence[Any],
+    in_dtypes: tuple[Any, ...],
+    out_dtypes: tuple[Any, ...],
     kinds: Kinds,
     result_uses: Uses,
     casting: Casting,
@@ -141,7 +139,7 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
             program,
             tuple(in_dtypes[first:]),
             tuple(out_dtypes),
-            tuple(kinds[first:]),
+            kinds[first:],
             result_uses,
             casting,
         )
