@@ -20,7 +20,6 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
-from optax_lossscale._programs.values import astypes
 
 # The default of `fun`. It is not None, so that `autocast(None)` is an error.
 _MISSING: Any = object()
@@ -180,8 +179,8 @@ def autocast(
                 messages.warn(f"autocast leaves every matrix product as it is: {why}")
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
-            arrays = list(map(jnp.asarray, results))
-            return call.to_result(astypes(arrays, plan.out_dtypes))
+            # A literal, or an argument returned unchanged, may not be a JAX array.
+            return call.to_result(map(jnp.asarray, results))
 
     def plan_of_call(*args, **kwargs):
         with planned(args, kwargs) as (_, plan):
