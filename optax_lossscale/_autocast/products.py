@@ -71,7 +71,7 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
 
     Such an equation sums nothing, has no output sharding, and may be changed.
     """
-    if Trait.OUTER not in traits(eqn):
+    if Trait.MAY_BE_OUTER not in traits(eqn):
         return False
     if eqn.params.get("out_sharding") is not None:
         return False
