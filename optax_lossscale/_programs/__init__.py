@@ -21,7 +21,7 @@ For example, these are the equations of a function that calls a jitted one:
 Read the files in this order:
 
 - `operations.py`: the table of operations, with the traits of each.
-- `versions.py`: the attributes known to differ between versions of JAX.
+- `versions.py`: what is known to differ in programs between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `walk.py`: the programs in an equation, and the values that a value depends on.
 - `cached.py`: results for a program, computed once.
