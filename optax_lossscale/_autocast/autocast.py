@@ -56,18 +56,19 @@ def autocast(
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Any:
-    """Makes `fun` run products and convolutions in 16 bits, and most else in float32.
+    """Makes `fun` run its matrix products in 16 bits, and most else in float32.
 
     A model with float32 parameters and inputs trains in float16 without a cast in the
     model. Wrap the loss function, and call the result under `jit`: otherwise every call
-    traces and plans the function again. This works for training, evaluation and
-    derivatives of any order.
+    traces and plans the function again. This works for training, evaluation and higher
+    derivatives.
 
-    Products read and return `dtype`. The operations between two products compute in
-    float32, and round their result for the second product. So exponentials, logarithms,
-    powers, reductions, norms, losses and quotients have the range and the digits of
-    float32, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too
-    large for `dtype` still overflows, which the loss scale detects.
+    Matrix products and convolutions, called products below, read and return `dtype`.
+    The operations between two products compute in float32, and round their result for
+    the second product. So exponentials, logarithms, powers, reductions, norms, losses
+    and quotients have the range and the digits of float32, and a mask of -1e9 or an
+    epsilon of 1e-8 keeps its value. A product too large for `dtype` still overflows,
+    which the loss scale detects.
 
     Two other kinds of operations run in 16 bits. First, sums that are carried from
     product to product, such as the residual stream of a transformer, are added and
@@ -75,10 +76,12 @@ def autocast(
     bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
     overflow.
 
+    The sums are chosen on two assumptions, which are not checked: all parameters have
+    about the size 1, and no value is multiplied so often that its range changes.
+
     The backward pass recomputes the intermediates between two products instead of
-    saving them. In ten models, compiled for an H100 and not run, `autocast` takes 0.57
-    to 1.05 times the memory of the model cast to float16 by hand: see
-    `docs/benchmarks/autocast.md` in the repository.
+    saving them. In the repository, `docs/benchmarks/autocast.md` compares the memory
+    that models take with that of the same models cast to float16 by hand.
 
     To leave a product in float32, give it `precision=jax.lax.Precision.HIGHEST` (`HIGH`
     is not enough), or compute it under `jax.default_matmul_precision("highest")`.
@@ -163,7 +166,8 @@ def autocast(
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         # On a TPU the compiler may merge the recomputation with the forward pass,
         # because it recomputes by itself where memory is short, as compiled programs
-        # show (not timed).
+        # show (not timed). While JAX traces, it does not tell for which platform, so
+        # that of the default backend is assumed.
         prevent_cse = jax.default_backend() != "tpu"
         casting = Casting(low, prevent_cse=prevent_cse)
         with as_program(fun, args, kwargs, parameters, low) as call:
