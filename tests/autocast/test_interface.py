@@ -383,11 +383,11 @@ def placed(w, x):
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
-        (placed, "a jit with shardings .*inside of it"),
-        (waits, "a loop that waits for a number .*inside of it"),
+        (placed, "a jit with shardings .*inside it"),
+        (waits, "a loop that waits for a number .*inside it"),
         (
             solved,
-            "symbolic zeros .*inside of it, as on the function that is passed to a solver",
+            "symbolic zeros .*inside it, for example on the function that is passed to a solver",
         ),
         (lambda w, x: jnp.round(x).astype(jnp.int32) @ w, "int32 .*cast the batch"),
     ],
