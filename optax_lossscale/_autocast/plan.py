@@ -108,8 +108,11 @@ def _plan(
     if len(meshes) > 1:
         casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, in_dtypes, kinds, result_uses, casting)
-    rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
-    regions = regions_of(facts, rewritten)
+    rewritten_steps = {}
+    for eqn in eqns:
+        if is_rewritten(eqn):
+            rewritten_steps[eqn] = _rewritten_step(facts, eqn)
+    regions = regions_of(facts, rewritten_steps)
     return Plan(
         in_dtypes=in_dtypes,
         out_dtypes=out_dtypes,
