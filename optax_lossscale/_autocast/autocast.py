@@ -180,7 +180,9 @@ def autocast(
             reasons = why_none_is_narrowed(call.program)
             if reasons:
                 why = "; ".join(reasons)
-                messages.warn(f"autocast leaves every matrix product as it is: {why}")
+                messages.warn(
+                    f"autocast leaves every matrix product as it is, because of {why}"
+                )
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
             # A literal, or an argument returned unchanged, may not be a JAX array.
