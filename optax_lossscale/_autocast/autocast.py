@@ -215,8 +215,8 @@ def _parameters(
     for n in positions:
         if not -n_positional <= n < n_positional + n_keyword:
             raise ValueError(
-                f"autocast was given argnums={argnums!r}, but the call has "
-                f"{n_positional} positional arguments: pass the parameters by "
+                f"autocast got argnums={argnums!r}, but the number of positional "
+                f"arguments in the call is {n_positional}: pass the parameters by "
                 "position, or argnums=() if there are none"
             )
     # Positions after the last positional argument stand for keyword arguments, which
