@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import messages, validation
-from optax_lossscale._autocast.arrays import Call, as_program
 from optax_lossscale._autocast.classify import Kind, Kinds
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
+from optax_lossscale._programs.call import Call, as_program
 
 # The default of `fun`. It is not None, so that `autocast(None)` is an error.
 _MISSING: Any = object()
