@@ -57,8 +57,7 @@ inlines short calls.
 `run` executes the plan. It uses `enter` to run an equation with other programs inside,
 and `derivatives` to run a function with a custom derivative.
 
-The other files are small parts. `arrays` turns a call into a program, with the help of
-`nnx` for Flax NNX objects. `products` decides which products are narrowed. `alike`
+The other files are small parts. `products` decides which products are narrowed. `alike`
 finds islands that can share one trace, `outer` computes outer products, and `shown`
 prints plans. `autocast` and `cast_inputs` hold the public functions.
 

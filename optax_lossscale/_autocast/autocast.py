@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import messages, validation
-from optax_lossscale._autocast.arrays import Call, as_program
-from optax_lossscale._autocast.classify import Kind
+from optax_lossscale._autocast.classify import Kind, Kinds
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
-from optax_lossscale._programs.values import astypes
+from optax_lossscale._programs.call import Call, as_program
 
 # The default of `fun`. It is not None, so that `autocast(None)` is an error.
 _MISSING: Any = object()
@@ -57,18 +56,19 @@ def autocast(
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Any:
-    """Makes `fun` run products and convolutions in 16 bits, and most else in float32.
+    """Makes `fun` run its matrix products in 16 bits, and most else in float32.
 
     A model with float32 parameters and inputs trains in float16 without a cast in the
     model. Wrap the loss function, and call the result under `jit`: otherwise every call
-    traces and plans the function again. This works for training, evaluation and
-    derivatives of any order.
+    traces and plans the function again. This works for training, evaluation and higher
+    derivatives.
 
-    Products read and return `dtype`. The operations between two products compute in
-    float32, and round their result for the second product. So exponentials, logarithms,
-    powers, reductions, norms, losses and quotients have the range and the digits of
-    float32, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too
-    large for `dtype` still overflows, which the loss scale detects.
+    Matrix products and convolutions, called products below, read and return `dtype`.
+    The operations between two products compute in float32, and round their result for
+    the second product. So exponentials, logarithms, powers, reductions, norms, losses
+    and quotients have the range and the digits of float32, and a mask of -1e9 or an
+    epsilon of 1e-8 keeps its value. A product too large for `dtype` still overflows,
+    which the loss scale detects.
 
     Two other kinds of operations run in 16 bits. First, sums that are carried from
     product to product, such as the residual stream of a transformer, are added and
@@ -76,10 +76,12 @@ def autocast(
     bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
     overflow.
 
+    The sums are chosen on two assumptions, which are not checked: all parameters have
+    about the size 1, and no value is multiplied so often that its range changes.
+
     The backward pass recomputes the intermediates between two products instead of
-    saving them. In ten models, compiled for an H100 and not run, `autocast` takes 0.57
-    to 1.05 times the memory of the model cast to float16 by hand: see
-    `docs/benchmarks/autocast.md` in the repository.
+    saving them. In the repository, `docs/benchmarks/autocast.md` compares the memory
+    that models take with that of the same models cast to float16 by hand.
 
     To leave a product in float32, give it `precision=jax.lax.Precision.HIGHEST` (`HIGH`
     is not enough), or compute it under `jax.default_matmul_precision("highest")`.
@@ -164,7 +166,8 @@ def autocast(
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         # On a TPU the compiler may merge the recomputation with the forward pass,
         # because it recomputes by itself where memory is short, as compiled programs
-        # show (not timed).
+        # show (not timed). While JAX traces, it does not tell for which platform, so
+        # that of the default backend is assumed.
         prevent_cse = jax.default_backend() != "tpu"
         casting = Casting(low, prevent_cse=prevent_cse)
         with as_program(fun, args, kwargs, parameters, low) as call:
@@ -177,11 +180,13 @@ def autocast(
             reasons = why_none_is_narrowed(call.program)
             if reasons:
                 why = "; ".join(reasons)
-                messages.warn(f"autocast leaves every matrix product as it is: {why}")
+                messages.warn(
+                    f"autocast leaves every matrix product as it is, because of {why}"
+                )
             with jax.named_scope(SCOPE):
                 results = run(plan, call.arrays)
-            arrays = list(map(jnp.asarray, results))
-            return call.to_result(astypes(arrays, plan.out_dtypes))
+            # A literal, or an argument returned unchanged, may not be a JAX array.
+            return call.to_result(map(jnp.asarray, results))
 
     def plan_of_call(*args, **kwargs):
         with planned(args, kwargs) as (_, plan):
@@ -210,8 +215,8 @@ def _parameters(
     for n in positions:
         if not -n_positional <= n < n_positional + n_keyword:
             raise ValueError(
-                f"autocast was given argnums={argnums!r}, but the call has "
-                f"{n_positional} positional arguments: pass the parameters by "
+                f"autocast got argnums={argnums!r}, but the number of positional "
+                f"arguments in the call is {n_positional}: pass the parameters by "
                 "position, or argnums=() if there are none"
             )
     # Positions after the last positional argument stand for keyword arguments, which
@@ -219,10 +224,10 @@ def _parameters(
     return {n % n_positional for n in positions if n < n_positional}
 
 
-def _kinds(call: Call) -> list[Kind]:
+def _kinds(call: Call) -> Kinds:
     """Returns the kind of each array in the arguments of a call."""
     # A single number may be a step size or a statistic, which can have any size.
-    return [
+    return tuple(
         Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
         for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)
-    ]
+    )

@@ -84,8 +84,8 @@ class Kind(enum.IntEnum):
     FLOAT32 = enum.auto()
 
 
-Kinds = Sequence[Kind]
-"""The kinds of several values, in order. Cached functions need them as a tuple."""
+Kinds = tuple[Kind, ...]
+"""The kinds of several values, in order."""
 
 # The kinds of about the size 1, by which a value may be multiplied
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
@@ -128,7 +128,9 @@ def classify(jaxpr: AnyJaxpr, arguments: Kinds) -> Mapping[Var, Kind]:
 
 def kinds_of(values: Sequence[Any], kinds: Mapping[Var, Kind]) -> Kinds:
     """Returns the kinds of variables and literals."""
-    return [_kind_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values]
+    return tuple(
+        _kind_of_literal(v) if isinstance(v, Literal) else kinds[v] for v in values
+    )
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
@@ -221,7 +223,7 @@ def _kind_of_literal(literal: Literal) -> Kind:
 # --- Equations that hold programs ---
 
 
-def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
+def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> Kinds:
     """Returns the kinds that an equation's operands have in the programs that it holds.
 
     All operands but the carry of a loop have the same kind inside as outside. The kind
@@ -241,11 +243,11 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
         earlier = list(inner)
         # If an iteration returns a carry that needs float32, every iteration has to
         # read it in float32. The carry comes first among the results.
-        for results in _kinds_of_programs(eqn, inner):
+        for results in _kinds_of_programs(eqn, tuple(inner)):
             for n, kind in zip(carried, results, strict=False):
                 if kind > Kind.SUM:
                     inner[n] = Kind.FLOAT32
-    return inner
+    return tuple(inner)
 
 
 def _kinds_of_results(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
@@ -265,7 +267,7 @@ def _kinds_of_programs(eqn: JaxprEqn, inner: Kinds) -> list[Kinds]:
     `inner` has the kinds that the equation's operands have inside, as `kinds_inside`
     returns them.
     """
-    arguments = tuple(inner[first_inner_operand(eqn) :])
+    arguments = inner[first_inner_operand(eqn) :]
     results = []
     for program in result_programs(eqn):
         kinds = classify(program, arguments)

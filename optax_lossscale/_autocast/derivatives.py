@@ -61,6 +61,8 @@ def custom_vjp(
     def function(*operands):
         return narrowed(operands)
 
+    # Because of `symbolic_zeros=True`, JAX passes two things for each operand: its
+    # `value`, and whether it is `perturbed`, that is, part of the differentiation.
     def forward(*args):
         primals = [arg.value for arg in args]
         # Some operands are values that the user's function closes over. `jax.vjp`
@@ -84,6 +86,7 @@ def custom_vjp(
     def backward(pullback, cotangents):
         float_cotangents = filter(is_inexact, cotangents)
         arrays = list(map(_instantiate, float_cotangents))
+        # `pullback` is a pytree of arrays, so its call can be traced like any function.
         (gradients,) = rewrite(operator.call)(pullback, arrays)
         # An operand that is not perturbed has None for its gradient.
         positions = range(len(operands))

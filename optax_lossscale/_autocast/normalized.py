@@ -22,7 +22,7 @@ is the variance of `x`. To recognize another formula, add its steps to `_RULES`.
 
 The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
 that are divided by the norms of other rows count as normalized, though they may have
-any size. We know of no model that divides in this way. If a model does, float16 may
+any size. No model is known that divides in this way. If a model does, float16 may
 overflow, which the loss scale detects, and bfloat16 may lose digits, which `diagnose`
 shows, but training does not.
 """
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._programs.operations import Trait, row_of, traits
+from optax_lossscale._programs.operations import Formula, Trait, row_of, traits
 from optax_lossscale._programs.values import is_inexact
 from optax_lossscale._programs.work import count_terms
 
@@ -60,7 +60,7 @@ class Role(NamedTuple):
 # Which role an operation computes from the roles of its operands, which all have the
 # same source. The first word is the cell `formula` in the operation's row: "choice"
 # stands for `select_n`, and "sum" for a reduction.
-_RULES: dict[tuple[str | None, ...], str] = {
+_RULES: dict[tuple[Formula | None, *tuple[str, ...]], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
     ("over", "sum"): "sum",
@@ -88,7 +88,7 @@ _RULES: dict[tuple[str | None, ...], str] = {
 }
 # For each operation, the smallest and the largest number with which it does not change
 # a role. Such numbers are left out of the lookup in `_RULES`.
-_NEUTRAL_NUMBERS = {
+_NEUTRAL_NUMBERS: dict[Formula | None, tuple[float, float]] = {
     "plus or max": (0, np.inf),
     "choice": (1, np.inf),
     "minus": (0, 0),
@@ -193,7 +193,7 @@ def _rearranges(eqn: JaxprEqn) -> bool:
     return bool(eqn_traits & _REARRANGING)
 
 
-def _is_neutral(role: Role, formula: str | None) -> bool:
+def _is_neutral(role: Role, formula: Formula | None) -> bool:
     """Whether an operand is a number that does not affect the role of the result."""
     number = role.value
     is_number = role.source is None and not np.iscomplexobj(number)

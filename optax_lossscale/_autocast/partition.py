@@ -18,28 +18,28 @@ Island = list[JaxprEqn]
 
 
 def partition(
-    eqns: Sequence[JaxprEqn], seeds: Iterable[Var]
+    eqns: Sequence[JaxprEqn], roots: Iterable[Var]
 ) -> list[Island | JaxprEqn]:
     """Returns the islands of a program, and the equations outside them, in order.
 
     Each part reads only results of earlier parts. An equation is in an island if it is
-    cheap and depends on a seed. While an island grows, the other equations that do not
+    cheap and depends on a root. While an island grows, the other equations that do not
     read its results are moved before it.
 
     Args:
       eqns: the equations of the program.
-      seeds: the values from which islands grow, such as the results of products.
+      roots: the values from which islands grow, such as the results of products.
     """
     parts: list[Island | JaxprEqn] = []
     island: Island = []
     island_results = set()
-    from_seeds = set(seeds)  # and all values computed from them
+    from_roots = set(roots)  # and all values computed from them
     for eqn in eqns:
         reads = variables(eqn.invars)
-        depends_on_seed = not from_seeds.isdisjoint(reads)
-        if depends_on_seed:
-            from_seeds.update(eqn.outvars)
-        if depends_on_seed and is_cheap(eqn):
+        depends_on_root = not from_roots.isdisjoint(reads)
+        if depends_on_root:
+            from_roots.update(eqn.outvars)
+        if depends_on_root and is_cheap(eqn):
             island.append(eqn)
             island_results.update(eqn.outvars)
             continue

@@ -9,7 +9,7 @@ and on the uses and dtypes of its results.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
@@ -78,16 +78,14 @@ def plan_for(
         in_dtypes.append(casting.low if is_low else dtype_in(v))
     out_dtypes = tuple(dtypes_in(traced.outvars))
     result_uses = (NEITHER,) * len(out_dtypes)
-    return _plan(
-        jaxpr, tuple(in_dtypes), out_dtypes, tuple(kinds), result_uses, casting
-    )
+    return _plan(jaxpr, tuple(in_dtypes), out_dtypes, kinds, result_uses, casting)
 
 
 @cached_by_program
 def _plan(
     jaxpr: AnyJaxpr,
-    in_dtypes: Sequence[Any],
-    out_dtypes: Sequence[Any],
+    in_dtypes: tuple[Any, ...],
+    out_dtypes: tuple[Any, ...],
     kinds: Kinds,
     result_uses: Uses,
     casting: Casting,
@@ -110,8 +108,11 @@ def _plan(
     if len(meshes) > 1:
         casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, in_dtypes, kinds, result_uses, casting)
-    rewritten = {eqn: _rewritten_step(facts, eqn) for eqn in eqns if is_rewritten(eqn)}
-    regions = regions_of(facts, rewritten)
+    rewritten_steps = {}
+    for eqn in eqns:
+        if is_rewritten(eqn):
+            rewritten_steps[eqn] = _rewritten_step(facts, eqn)
+    regions = regions_of(facts, rewritten_steps)
     return Plan(
         in_dtypes=in_dtypes,
         out_dtypes=out_dtypes,
@@ -127,9 +128,9 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     kinds = kinds_inside(eqn, outer_kinds)
     outer_uses = tuple(facts.uses[v] for v in eqn.outvars)
     result_uses = result_uses_inside(eqn, outer_uses)
-    operand_dtypes, in_dtypes, out_dtypes = _dtypes_of(facts, eqn, kinds, result_uses)
+    dtypes = _dtypes_of(facts, eqn, kinds, result_uses)
     casting = facts.casting
-    # No compiler merges the forward and the backward pass of a scan.
+    # Inside a scan it is unnecessary, as the documentation of `jax.checkpoint` says.
     if Trait.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
@@ -139,45 +140,54 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
     for program in result_programs(eqn):
         plan = _plan(
             program,
-            tuple(in_dtypes[first:]),
-            tuple(out_dtypes),
-            tuple(kinds[first:]),
+            tuple(dtypes.inside[first:]),
+            tuple(dtypes.results),
+            kinds[first:],
             result_uses,
             casting,
         )
         plans.append(plan)
-    return Step(eqn, operand_dtypes, plans)
+    return Step(eqn, dtypes.operands, plans)
+
+
+class _EquationDtypes(NamedTuple):
+    """The dtypes of what a rewritten equation and its programs read and return.
+
+    Attributes:
+      operands: the dtype to which the step casts each operand.
+      inside: the dtype in which the programs read each operand. Operands before
+        `first_inner_operand` have one as well, although no program reads them.
+      results: the dtype in which the programs return each result.
+    """
+
+    operands: list[Any]
+    inside: list[Any]
+    results: list[Any]
 
 
 def _dtypes_of(
     facts: Facts, eqn: JaxprEqn, kinds: Kinds, result_uses: Uses
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the dtypes of what the programs in an equation read and return.
+) -> _EquationDtypes:
+    """Decides in which dtypes a rewritten equation and its programs read and return.
 
     Args:
       facts: the facts about the program around the equation.
       eqn: the equation.
       kinds: the kinds that its operands have inside.
       result_uses: the uses of its programs' results.
-
-    Returns:
-      Three lists of dtypes. The step casts the operands to the first, the programs read
-      the operands in the second, and the results of the programs have the third. The
-      second list has an entry for every operand, also for those before
-      `first_inner_operand`, which no program reads.
     """
-    in_dtypes = []
+    operands = []
     for v in eqn.invars:
         is_literal = isinstance(v, Literal)
-        in_dtypes.append(dtype_in(v) if is_literal else facts.dtypes[v])
-    out_dtypes = [facts.dtypes[v] for v in eqn.outvars]
+        operands.append(dtype_in(v) if is_literal else facts.dtypes[v])
+    results = [facts.dtypes[v] for v in eqn.outvars]
     carried = carry_positions(eqn)
     if Trait.SCANS in traits(eqn):
         # Every iteration reads the constants, so their gradients are sums over the
         # iterations. For these sums, constants that were traced in float32 stay in it.
         constants = eqn.invars[: carried.start]
-        in_dtypes[: carried.start] = dtypes_in(constants)
-    operand_dtypes = list(in_dtypes)
+        operands[: carried.start] = dtypes_in(constants)
+    inside = list(operands)
     # The body reads and returns its carry in 16 bits where it would store it in 16
     # bits. If it reads 16 bits but returns float32, the loop carries float32, and each
     # iteration casts the carry that it reads. The result of the last iteration is then
@@ -185,8 +195,8 @@ def _dtypes_of(
     operand_uses = operand_uses_inside(eqn, result_uses)
     for i, n in enumerate(carried):
         v = eqn.invars[n]
-        in_dtypes[n] = stored_dtype(v, kinds[n], operand_uses[n], facts.low)
-        out_dtypes[i] = stored_dtype(v, kinds[n], result_uses[i], facts.low)
-        is_same = in_dtypes[n] == out_dtypes[i]
-        operand_dtypes[n] = in_dtypes[n] if is_same else dtype_in(v)
-    return operand_dtypes, in_dtypes, out_dtypes
+        inside[n] = stored_dtype(v, kinds[n], operand_uses[n], facts.low)
+        results[i] = stored_dtype(v, kinds[n], result_uses[i], facts.low)
+        is_same = inside[n] == results[i]
+        operands[n] = inside[n] if is_same else dtype_in(v)
+    return _EquationDtypes(operands, inside, results)

@@ -58,7 +58,9 @@ _BY_DEFAULT = (
     "precision='highest' for the products that need it)"
 )
 _CAST_INPUTS = "cast the batch and the parameters to float32"
-_USE_INSIDE = "use autocast inside of it, as on the function that is passed to a solver"
+_USE_INSIDE = (
+    "use autocast inside it, for example on the function that is passed to a solver"
+)
 
 
 def is_narrowed(eqn: JaxprEqn) -> bool:
@@ -71,7 +73,7 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
 
     Such an equation sums nothing, has no output sharding, and may be changed.
     """
-    if Trait.OUTER not in traits(eqn):
+    if Trait.MAY_BE_OUTER not in traits(eqn):
         return False
     if eqn.params.get("out_sharding") is not None:
         return False
@@ -93,7 +95,7 @@ def _may_change(eqn: JaxprEqn) -> bool:
 
 def may_be_rewritten(eqn: JaxprEqn) -> bool:
     """Whether an equation holds programs, and `autocast` may run others instead."""
-    return not _why_not_rewritten(eqn)
+    return _why_not_rewritten(eqn) is None
 
 
 def is_rewritten(eqn: JaxprEqn) -> bool:
@@ -174,8 +176,8 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
     return inside
 
 
-def _why_not_rewritten(eqn: JaxprEqn) -> str:
-    """Returns why the programs in an equation cannot be rewritten; "" if they can."""
+def _why_not_rewritten(eqn: JaxprEqn) -> str | None:
+    """Returns why the programs in an equation cannot be rewritten; None if they can."""
     has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
     if not is_entered(eqn) and not has_rule:
         return f"a {name_of(eqn)}"
@@ -187,7 +189,7 @@ def _why_not_rewritten(eqn: JaxprEqn) -> str:
         return "a derivative that writes to a Ref"
     if Trait.WHILE in traits(eqn) and _waits(eqn):
         return "a loop that waits for a number"
-    return ""
+    return None
 
 
 def _waits(eqn: JaxprEqn) -> bool:

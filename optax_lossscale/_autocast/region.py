@@ -116,7 +116,7 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
 
 
 def region_of_equation(
-    facts: Facts, eqn: JaxprEqn, rewritten: Step | None, live: Dtypes
+    facts: Facts, eqn: JaxprEqn, rewritten_step: Step | None, live: Dtypes
 ) -> Region:
     """Builds the region for an equation outside islands; it stores all results.
 
@@ -128,14 +128,15 @@ def region_of_equation(
     Args:
       facts: the facts about the program.
       eqn: the equation.
-      rewritten: the step with the plans for its programs, if the equation is rewritten.
+      rewritten_step: the step with the plans for its programs; None if the equation is
+        not rewritten.
       live: the values that are read later, with the dtypes in which to store them.
     """
     low = facts.low
     results = {v: live.get(v, low) for v in eqn.outvars}
     is_cheap = Trait.CHEAP in traits(eqn)
     rounds_operands = _moves_rounded(eqn, results, low) and not is_cheap
-    step = rewritten
+    step = rewritten_step
     if step is None:
         operand_dtypes = _operand_dtypes(eqn, low, rounds_operands)
         step = Step(eqn, operand_dtypes)
@@ -147,7 +148,7 @@ def region_of_equation(
     )
 
 
-def demand(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
+def add_need(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
     """Adds to `needed` that some reader needs the value `v` in `dtype`.
 
     If the readers of a value need different dtypes, `needed` has the dtype that `facts`
@@ -230,7 +231,7 @@ def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
             if isinstance(v, Var):
                 is_rounded = readers_round or cast_to == low
                 dtype = _dtype_needed(facts, v, is_rounded)
-                demand(facts, needed, v, dtype)
+                add_need(facts, needed, v, dtype)
     computed = producers_in([step.eqn for step in steps])
     return {v: dtype for v, dtype in needed.items() if v not in computed}
 

@@ -240,7 +240,7 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
             trace = jax.make_jaxpr(fun, return_shape=True)
             jaxpr, result_shapes = trace(*args)
         arrays = jax.tree.leaves(args)
-        kinds = [Kind.FLOAT32] * len(arrays)
+        kinds = (Kind.FLOAT32,) * len(arrays)
         plan = plan_for(jaxpr, arrays, kinds, casting)
         results = run(plan, arrays)
         treedef = jax.tree.structure(result_shapes)

@@ -34,7 +34,7 @@ from optax_lossscale._autocast.region import (
     Dtypes,
     Region,
     Step,
-    demand,
+    add_need,
     region_of_equation,
     region_of_island,
 )
@@ -44,15 +44,17 @@ from optax_lossscale._programs.walk import needed_for, producers_in
 from optax_lossscale._programs.work import is_cheap
 
 
-def regions_of(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
+def regions_of(
+    facts: Facts, rewritten_steps: Mapping[JaxprEqn, Step]
+) -> tuple[Region, ...]:
     """Returns the regions of a program, in order; an island may become several.
 
     Args:
       facts: the facts about the program.
-      rewritten: the step of each equation that is rewritten.
+      rewritten_steps: the step of each equation that is rewritten.
     """
-    seeds = island_seeds(facts)
-    repeated = _repeated(facts, seeds)
+    roots = island_roots(facts)
+    repeated = _repeated(facts, roots)
     positions = {eqn: n for n, eqn in enumerate(facts.program.eqns)}
     # The live values: those that the program returns or later regions read, with the
     # dtypes in which to store them
@@ -60,32 +62,32 @@ def regions_of(facts: Facts, rewritten: Mapping[JaxprEqn, Step]) -> tuple[Region
     for v in variables(facts.program.outs):
         live[v] = facts.dtypes[v]
     reversed_regions = []
-    parts = partition(facts.program.eqns, seeds)
+    parts = partition(facts.program.eqns, roots)
     for part in reversed(parts):
         regions = []
         if isinstance(part, list):
             regions = _regions_of_island(facts, part, live, repeated, positions)
         elif part.effects or not live.keys().isdisjoint(part.outvars):
-            step = rewritten.get(part)
+            step = rewritten_steps.get(part)
             regions = [region_of_equation(facts, part, step, live)]
         for region in reversed(regions):
             reversed_regions.append(region)
             for v, dtype in region.reads.items():
-                demand(facts, live, v, dtype)
+                add_need(facts, live, v, dtype)
     return tuple(reversed(reversed_regions))
 
 
-def island_seeds(facts: Facts) -> Set[Var]:
+def island_roots(facts: Facts) -> Set[Var]:
     """Returns the values from which islands grow: those stored in 16 bits, and SUMs.
 
     Most of them are the results of products, and sums with those. Any value that was in
     16 bits before, such as an argument or a constant, counts as well.
     """
-    seeds = set()
+    roots = set()
     for v, dtype in facts.dtypes.items():
         if dtype == facts.low or facts.kinds[v] == Kind.SUM:
-            seeds.add(v)
-    return seeds
+            roots.add(v)
+    return roots
 
 
 def _regions_of_island(
@@ -144,7 +146,7 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     return stored_first
 
 
-def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
+def _repeated(facts: Facts, roots: Set[Var]) -> dict[Var, JaxprEqn]:
     """Finds the equations that islands repeat, by their results.
 
     These equations are cheap, and their results take at least as many bytes as the
@@ -157,10 +159,10 @@ def _repeated(facts: Facts, seeds: Set[Var]) -> dict[Var, JaxprEqn]:
     # For each of these results, the stored values from which an island computes it
     sources = {}
     for eqn in facts.program.eqns:
-        is_seed = not seeds.isdisjoint(eqn.outvars)
+        is_root = not roots.isdisjoint(eqn.outvars)
         # If the lookup of an embedding's rows were repeated, the embedding's gradient
         # would be a separate sum for each island.
-        if is_seed or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
+        if is_root or not is_cheap(eqn) or Trait.GATHERS in traits(eqn):
             continue
         reads = set()
         for v in variables(eqn.invars):

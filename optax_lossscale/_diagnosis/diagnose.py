@@ -15,7 +15,6 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.placement import in_mesh_of
-from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._diagnosis.advice import verdict_and_advice
@@ -28,6 +27,7 @@ from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
+from optax_lossscale._programs.call import as_program
 from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.loss import check_keywords
 from optax_lossscale._step.state import loss_scales_in

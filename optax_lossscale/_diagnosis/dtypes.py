@@ -22,11 +22,11 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.cached import cached_by_program
+from optax_lossscale._programs.call import as_program
 from optax_lossscale._programs.lines import is_made_by_optax, line_of
 from optax_lossscale._programs.operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import (

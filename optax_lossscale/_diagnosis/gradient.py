@@ -23,10 +23,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
-from optax_lossscale._autocast.arrays import is_traceable
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
+from optax_lossscale._programs.call import is_traceable
 from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.values import (
     Array,

@@ -1,4 +1,4 @@
-"""Reads the programs that JAX traced, and runs them with parts replaced.
+"""Traces functions into programs, reads these, and runs them with parts replaced.
 
 `autocast`, `dtype_report` and `diagnose` are built on this package. A *program* is a
 jaxpr, open or closed: a list of equations, each of which applies one of JAX's
@@ -21,7 +21,7 @@ For example, these are the equations of a function that calls a jitted one:
 Read the files in this order:
 
 - `operations.py`: the table of operations, with the traits of each.
-- `versions.py`: the attributes known to differ between versions of JAX.
+- `versions.py`: what is known to differ in programs between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `walk.py`: the programs in an equation, and the values that a value depends on.
 - `cached.py`: results for a program, computed once.
@@ -30,4 +30,6 @@ Read the files in this order:
 - `flat.py`: a program with its short calls, or all of its calls, inlined.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
 - `keys.py`: keys that are equal for equations that do the same computation.
+- `call.py`: a call of any function, traced into a program from arrays to arrays.
+- `nnx.py`: Flax NNX objects, which a function may change, carried through that trace.
 """

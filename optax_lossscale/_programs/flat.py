@@ -1,8 +1,8 @@
 """A traced program with its calls inlined: the called equations replace each call.
 
 For example, `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. `flat`
-inlines short `jit`s only, and `all_flat` inlines every call. Both keep loops, branches
-and the like as single equations. No variable of the flat program is assigned twice,
+inlines short `jit`s and the like, and `all_flat` inlines every call. Both keep loops
+and branches as single equations. No variable of the flat program is assigned twice,
 even if a program is called twice.
 """
 

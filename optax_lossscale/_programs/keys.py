@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from optax_lossscale._programs.values import dtype_in
 
 
-def key_of(eqn: JaxprEqn) -> Hashable:
+def key_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Returns a key for what an equation does to its operands; see `hashable_or_id`.
 
     The key may not be hashable, because it holds the parameters of the operation.

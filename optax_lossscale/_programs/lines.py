@@ -73,8 +73,8 @@ def _package_folder(package: str) -> str:
 def _shortened(frame: str) -> str:
     """Shortens a frame: `/home/me/model.py:12:8 (f)` becomes `model.py:12 (f)`.
 
-    Here `/home/me` is the current directory. A path outside of the current directory
-    stays whole.
+    Here `/home/me` is the current directory. A path outside the current directory stays
+    whole.
     """
     match = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((?:.*<locals>\.)?(.+)\)", frame)
     if match is None:

@@ -9,9 +9,8 @@ lists it where its operand has 16 bits. An operation that is not in the table ha
 row `UNKNOWN`.
 """
 
-from collections.abc import Sequence
 from enum import Flag, auto
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
@@ -46,16 +45,14 @@ class Trait(Flag):
     Attributes:
       MOVES: only moves numbers, or leaves some out, as `reshape` and `slice` do.
       SELECTS: returns parts of an operand, which may lack the largest numbers of the
-        whole. Each such operation also `MOVES`, which `_row` adds.
+        whole. Each such operation also `MOVES`.
       PLACES: moves or repeats numbers, puts them between others, or casts them. All of
-        its results are numbers of its operands, so it also `CHOOSES`, which `_row`
-        adds.
+        its results are numbers of its operands, so it also `CHOOSES`.
       SENDS: communicates between devices, so the number of bytes matters.
       SPREADS: copies an array to many devices, or marks it as one that may differ
         between them. Its derivative is a sum over these devices.
-      VARIES: occurs only where JAX tracks the mesh axes along which each array varies.
-        If it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its
-        operand.
+      VARIES: changes along which mesh axes an array varies, where JAX tracks these. If
+        it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
       CHOOSES: returns numbers of its operands, possibly negated or cast, so it needs no
         more range than they do. The derivative of some such operations is a sum.
       FILLS: puts numbers of one operand between the numbers of another, as a mask does.
@@ -75,7 +72,8 @@ class Trait(Flag):
       EXPONENTIAL: changes the range of its operands: exponentials, logarithms, powers.
       PRODUCT: a matrix product or convolution, even if it sums nothing: see
         `is_product`.
-      OUTER: a matrix product that may be an inner or an outer product: `dot_general`.
+      MAY_BE_OUTER: a matrix product that may also be an outer or an inner product, by
+        its shapes: `dot_general`.
       OF_BITS: works on the bits of numbers, so another dtype would change its results.
       OPAQUE: runs code that no jaxpr shows, or does work that shapes do not determine.
       EFFECTFUL: does more than compute its results, so it must not run twice.
@@ -124,7 +122,7 @@ class Trait(Flag):
     SATURATES = auto()
     EXPONENTIAL = auto()
     PRODUCT = auto()
-    OUTER = auto()
+    MAY_BE_OUTER = auto()
     OF_BITS = auto()
 
     # --- Code, programs and cost ---
@@ -147,39 +145,41 @@ RUNS_AS_STORED = Trait.MOVES | Trait.SENDS
 """Operations with one of these traits run in the dtype in which operands are stored."""
 
 
+Terms = Literal["contracted", "kernel", "last", "updates", "window"]
+"""How `count_terms` in `_programs/work.py` counts the terms of a sum."""
+
+Formula = Literal[
+    "choice",
+    "inverse root",
+    "minus",
+    "over",
+    "plus or max",
+    "root",
+    "squared",
+    "sum",
+    "times",
+]
+"""The word for an operation in the formulas of means and norms."""
+
+
 class Row(NamedTuple):
     """What the table says of an operation.
 
     Attributes:
       traits: its traits.
-      terms: how `count_terms` in `_programs/work.py` counts the terms of a sum:
-        "contracted", "kernel", "last", "updates", or the name of a parameter; None for
-        one term.
-      formula: the word for it in the formulas of means and norms, by which
-        `_autocast/normalized.py` recognizes them; None if it is in none of them.
+      axes: the name of the parameter that holds the axes it sums over, if it has one.
+      terms: how the terms of any other sum are counted; None for one term.
+      formula: the word by which `_autocast/normalized.py` recognizes formulas of means
+        and norms; None if the operation is in none of them.
       programs: the names of the parameters that hold the programs it runs, in the order
         in which they run; None for every parameter that holds a program.
     """
 
     traits: Trait = Trait(0)
-    terms: str | None = None
-    formula: str | None = None
-    programs: Sequence[str] | None = ()
-
-
-def _row(trait_names: str = "", programs: str = "", **cells: str) -> Row:
-    """Builds a row from the names of traits and of the parameters that hold programs.
-
-    It adds the traits that follow from others.
-    """
-    traits = Trait(0)
-    for name in trait_names.split():
-        traits |= Trait[name]
-    if Trait.SELECTS in traits:
-        traits |= Trait.MOVES
-    if Trait.PLACES in traits:
-        traits |= Trait.CHOOSES
-    return Row(traits, programs=tuple(programs.split()), **cells)
+    axes: str | None = None
+    terms: Terms | None = None
+    formula: Formula | None = None
+    programs: tuple[str, ...] | None = ()
 
 
 UNKNOWN = Row(programs=None)
@@ -195,65 +195,73 @@ The reports assume that the operation runs every program among its parameters, a
 # `ragged_dot_general`. Operations that are alike share a row. None has two rows.
 _ROWS = {
     # Moves numbers
-    "copy reshape rev squeeze stop_gradient transpose": _row("MOVES CHEAP"),
-    "dynamic_slice slice split unstack": _row("SELECTS CHEAP"),
-    "name": _row("MOVES NAMES"),
-    "optimization_barrier": _row("MOVES"),
-    "reshard sharding_constraint": _row("MOVES SENDS"),
+    "copy reshape rev squeeze stop_gradient transpose": Row(Trait.MOVES | Trait.CHEAP),
+    "dynamic_slice slice split unstack": Row(Trait.MOVES | Trait.SELECTS | Trait.CHEAP),
+    "name": Row(Trait.MOVES | Trait.NAMES),
+    "optimization_barrier": Row(Trait.MOVES),
+    "reshard sharding_constraint": Row(Trait.MOVES | Trait.SENDS),
     # Communicates between devices
-    "all_gather all_gather_reduced": _row("SENDS SPREADS"),
-    "all_gather_invariant all_to_all pmax pmin ppermute": _row("SENDS"),
-    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": _row(
-        "SENDS ADDS_MANY"
+    "all_gather all_gather_reduced": Row(Trait.SENDS | Trait.SPREADS),
+    "all_gather_invariant all_to_all pmax pmin ppermute": Row(Trait.SENDS),
+    "psum reduce_scatter unreduced_psum unreduced_reduce_scatter": Row(
+        Trait.SENDS | Trait.ADDS_MANY
     ),
-    "psum_invariant": _row("SENDS ADDS_MANY VARIES"),
+    "psum_invariant": Row(Trait.SENDS | Trait.ADDS_MANY | Trait.VARIES),
     # Returns numbers of its operands
     (
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
-    ): _row("CHOOSES CHEAP"),
-    "broadcast_in_dim concatenate stack tile": _row("PLACES CHEAP"),
-    "convert_element_type": _row("PLACES CASTS CHEAP"),
-    "cummax cummin sort top_k": _row("CHOOSES"),
-    "gather": _row("PLACES GATHERS CHEAP"),
-    "max": _row("CHOOSES CHEAP", formula="plus or max"),
-    "pad": _row("PLACES CHEAP FILLS"),
-    "pvary": _row("SPREADS CHOOSES CHEAP VARIES"),
-    "reduce_max reduce_min": _row("CHOOSES CHEAP REDUCES"),
-    "select_n": _row("CHOOSES CHEAP FILLS", formula="choice"),
+    ): Row(Trait.CHOOSES | Trait.CHEAP),
+    "broadcast_in_dim concatenate stack tile": Row(
+        Trait.PLACES | Trait.CHOOSES | Trait.CHEAP
+    ),
+    "convert_element_type": Row(
+        Trait.PLACES | Trait.CHOOSES | Trait.CASTS | Trait.CHEAP
+    ),
+    "cummax cummin sort top_k": Row(Trait.CHOOSES),
+    "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.GATHERS | Trait.CHEAP),
+    "max": Row(Trait.CHOOSES | Trait.CHEAP, formula="plus or max"),
+    "pad": Row(Trait.PLACES | Trait.CHOOSES | Trait.CHEAP | Trait.FILLS),
+    "pvary": Row(Trait.SPREADS | Trait.CHOOSES | Trait.CHEAP | Trait.VARIES),
+    "reduce_max reduce_min": Row(Trait.CHOOSES | Trait.CHEAP | Trait.REDUCES),
+    "select_n": Row(Trait.CHOOSES | Trait.CHEAP | Trait.FILLS, formula="choice"),
     # Sums
-    "add": _row("ADDS_TWO CHEAP", formula="plus or max"),
-    "add_any": _row("ADDS_TWO CHEAP"),
-    "cumsum": _row("ADDS_MANY", terms="axis"),
-    "reduce": _row("ADDS_MANY", terms="dimensions"),
-    "reduce_sum": _row("ADDS_MANY CHEAP REDUCES", terms="axes", formula="sum"),
-    "reduce_window reduce_window_sum select_and_scatter_add": _row(
-        "ADDS_MANY", terms="window_dimensions"
+    "add": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="plus or max"),
+    "add_any": Row(Trait.ADDS_TWO | Trait.CHEAP),
+    "cumsum": Row(Trait.ADDS_MANY, axes="axis"),
+    "reduce": Row(Trait.ADDS_MANY, axes="dimensions"),
+    "reduce_sum": Row(
+        Trait.ADDS_MANY | Trait.CHEAP | Trait.REDUCES, axes="axes", formula="sum"
     ),
-    "scatter-add scatter-sub": _row("ADDS_MANY CHEAP", terms="updates"),
-    "sub": _row("ADDS_TWO CHEAP", formula="minus"),
+    "reduce_window reduce_window_sum select_and_scatter_add": Row(
+        Trait.ADDS_MANY, terms="window"
+    ),
+    "scatter-add scatter-sub": Row(Trait.ADDS_MANY | Trait.CHEAP, terms="updates"),
+    "sub": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="minus"),
     # Has about the range of its operands
-    "ceil floor round sign": _row("NEAR CHEAP"),
-    "div": _row("DIVIDES NEAR CHEAP", formula="over"),
-    "erf logistic tanh": _row("NEAR SATURATES CHEAP"),
-    "mul": _row("MULTIPLIES NEAR CHEAP", formula="times"),
+    "ceil floor round sign": Row(Trait.NEAR | Trait.CHEAP),
+    "div": Row(Trait.DIVIDES | Trait.NEAR | Trait.CHEAP, formula="over"),
+    "erf logistic tanh": Row(Trait.NEAR | Trait.SATURATES | Trait.CHEAP),
+    "mul": Row(Trait.MULTIPLIES | Trait.NEAR | Trait.CHEAP, formula="times"),
     # Has another range than its operands
-    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": _row(
-        "EXPONENTIAL CHEAP"
+    "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": Row(
+        Trait.EXPONENTIAL | Trait.CHEAP
     ),
-    "cumlogsumexp cumprod lgamma": _row("EXPONENTIAL"),
-    "erfc": _row("SATURATES CHEAP"),
-    "integer_pow square": _row("EXPONENTIAL CHEAP", formula="squared"),
-    "reduce_prod": _row("EXPONENTIAL CHEAP REDUCES"),
+    "cumlogsumexp cumprod lgamma": Row(Trait.EXPONENTIAL),
+    "erfc": Row(Trait.SATURATES | Trait.CHEAP),
+    "integer_pow square": Row(Trait.EXPONENTIAL | Trait.CHEAP, formula="squared"),
+    "reduce_prod": Row(Trait.EXPONENTIAL | Trait.CHEAP | Trait.REDUCES),
     # Products
-    "conv_general_dilated": _row("PRODUCT", terms="kernel"),
+    "conv_general_dilated": Row(Trait.PRODUCT, terms="kernel"),
     # Outer and inner products are cheap: they take one pass over their operands. For
     # any other `dot_general`, `is_product` is True, and `is_cheap` therefore False.
-    "dot_general": _row("PRODUCT OUTER CHEAP", terms="contracted"),
-    "ragged_dot_general scaled_dot": _row("PRODUCT", terms="contracted"),
-    "scaled_matmul_wrapper": _row("PRODUCT", terms="last"),
+    "dot_general": Row(
+        Trait.PRODUCT | Trait.MAY_BE_OUTER | Trait.CHEAP, terms="contracted"
+    ),
+    "ragged_dot_general scaled_dot": Row(Trait.PRODUCT, terms="contracted"),
+    "scaled_matmul_wrapper": Row(Trait.PRODUCT, terms="last"),
     # Bits
-    "bitcast_convert_type nextafter random_gamma rng_uniform": _row("OF_BITS"),
+    "bitcast_convert_type nextafter random_gamma rng_uniform": Row(Trait.OF_BITS),
     # Runs code that no jaxpr shows
     (
         "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general "
@@ -263,36 +271,40 @@ _ROWS = {
         "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper "
         "ffi_call mosaic_gpu_call mpmd_map pallas_call pure_callback spsolve "
         "tpu_custom_call triton_kernel_call"
-    ): _row("OPAQUE"),
-    "io_callback": _row("OPAQUE EFFECTFUL"),
+    ): Row(Trait.OPAQUE),
+    "io_callback": Row(Trait.OPAQUE | Trait.EFFECTFUL),
     # Runs code that returns nothing
-    "debug_callback debug_print inspect_sharding": _row("EFFECTFUL"),
+    "debug_callback debug_print inspect_sharding": Row(Trait.EFFECTFUL),
     # Holds programs
-    "closed_call eval_jaxpr": _row("INLINED CALLS", programs="jaxpr call_jaxpr"),
-    "composite xla_metadata_call": _row("CALLS", programs="jaxpr"),
-    "cond": _row("BRANCHES", programs="branches"),
-    "custom_jvp_call": _row("JVP CHEAP CALLS", programs="call_jaxpr"),
-    "custom_linear_solve": _row(programs="jaxprs.solve"),
-    "custom_partitioning": _row(programs="call"),
-    "custom_vjp_call": _row("VJP CALLS", programs="call_jaxpr"),
-    "custom_vmap_call": _row("CALLS", programs="call"),
-    "CustomRoot": _row(programs="solve_jaxpr"),
-    "jit": _row("INLINED CHEAP CALLS", programs="jaxpr"),
-    "linear_call": _row(programs="callee"),
-    "remat_opt": _row("INLINED CALLS", programs="fwd_jaxpr"),
-    "remat2": _row("CHECKPOINTS CALLS", programs="jaxpr"),
-    "run_state": _row(programs="jaxpr"),
-    "scan": _row("SCANS", programs="jaxpr"),
-    "shard_map": _row("MAPS", programs="jaxpr"),
-    "while": _row("WHILE", programs="cond_jaxpr body_jaxpr"),
+    "closed_call eval_jaxpr": Row(
+        Trait.INLINED | Trait.CALLS, programs=("jaxpr", "call_jaxpr")
+    ),
+    "composite xla_metadata_call": Row(Trait.CALLS, programs=("jaxpr",)),
+    "cond": Row(Trait.BRANCHES, programs=("branches",)),
+    "custom_jvp_call": Row(
+        Trait.JVP | Trait.CHEAP | Trait.CALLS, programs=("call_jaxpr",)
+    ),
+    "custom_linear_solve": Row(programs=("jaxprs.solve",)),
+    "custom_partitioning": Row(programs=("call",)),
+    "custom_vjp_call": Row(Trait.VJP | Trait.CALLS, programs=("call_jaxpr",)),
+    "custom_vmap_call": Row(Trait.CALLS, programs=("call",)),
+    "CustomRoot": Row(programs=("solve_jaxpr",)),
+    "jit": Row(Trait.INLINED | Trait.CHEAP | Trait.CALLS, programs=("jaxpr",)),
+    "linear_call": Row(programs=("callee",)),
+    "remat_opt": Row(Trait.INLINED | Trait.CALLS, programs=("fwd_jaxpr",)),
+    "remat2": Row(Trait.CHECKPOINTS | Trait.CALLS, programs=("jaxpr",)),
+    "run_state": Row(programs=("jaxpr",)),
+    "scan": Row(Trait.SCANS, programs=("jaxpr",)),
+    "shard_map": Row(Trait.MAPS, programs=("jaxpr",)),
+    "while": Row(Trait.WHILE, programs=("cond_jaxpr", "body_jaxpr")),
     # Cheap; nothing is assumed about the range of the results
     (
         "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
         "ge gt iota is_finite le lt ne not one_minus_square or polynomial "
         "reduce_and reduce_or rem sin tan xor"
-    ): _row("CHEAP"),
-    "rsqrt": _row("CHEAP", formula="inverse root"),
-    "sqrt": _row("CHEAP", formula="root"),
+    ): Row(Trait.CHEAP),
+    "rsqrt": Row(Trait.CHEAP, formula="inverse root"),
+    "sqrt": Row(Trait.CHEAP, formula="root"),
     # Treated like an unknown operation, but known to run no program
     (
         "accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract "
@@ -311,7 +323,7 @@ _ROWS = {
         "shift_right_arithmetic shift_right_logical svd swap symmetric_product "
         "threefry2x32 tie to_edtype triangular_solve tridiagonal tridiagonal_solve "
         "with_memory_space_constraint zeros_like zeta"
-    ): _row(),
+    ): Row(),
 }
 
 TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}

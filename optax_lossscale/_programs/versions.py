@@ -1,9 +1,10 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
 Jaxprs are internal to JAX, and their attributes change from release to release. If a
-new release breaks the library, look here first: attributes that are known to differ
-between the supported releases are read only in this file. (Internal attributes that do
-not differ are read where they are needed, also in other files.) A comment
+new release breaks the library, look here first: attributes of programs that are known
+to differ between the supported releases are read only in this file. (An attribute of an
+array's type differs as well; it is read in `_arrays/placement.py`. Internal attributes
+that do not differ are read where they are needed, also in other files.) A comment
 `since jax …` or `before jax …` names the release of a change where it is known. An
 operation that only some releases have is listed in `operations.py` like any other.
 

@@ -8,11 +8,12 @@ number is multiplied only once.
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms
 each, so its work is 64 multiplications. How terms are counted differs between
-operations: the cell `terms` in an operation's row in `operations.py` says how.
+operations: the cells `axes` and `terms` in an operation's row in `operations.py` say
+how.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax import lax
@@ -20,7 +21,7 @@ from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.operations import Trait, row_of, traits
-from optax_lossscale._programs.values import lengths_of, shape_in
+from optax_lossscale._programs.values import Atom, lengths_of, shape_in
 from optax_lossscale._programs.versions import AnyJaxpr, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
@@ -35,7 +36,7 @@ def is_product(eqn: JaxprEqn) -> bool:
         return False
     if count_terms(eqn) == 1:  # it sums nothing
         return False
-    if Trait.OUTER not in traits(eqn):
+    if Trait.MAY_BE_OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     # In an inner product, every axis is either summed over or a batch axis.
@@ -96,31 +97,36 @@ def count_terms(eqn: JaxprEqn) -> int:
 
     Sums over devices count as 1, because no shape tells how many devices there are.
     """
-    terms = row_of(eqn).terms
-    if not terms:
-        return 1
+    row = row_of(eqn)
     params = eqn.params
-    operand = eqn.invars[0]
-    match terms:
+    if row.axes is not None:
+        summed = np.atleast_1d(params[row.axes])
+        return _size_along(eqn.invars[0], summed)
+    match row.terms:
+        case None:
+            return 1
         case "contracted":
-            summed = _contracted(eqn)
-        case "last":
-            summed = [-1]
+            return _size_along(eqn.invars[0], _contracted(eqn))
         case "kernel":
-            operand = eqn.invars[1]
             _out_features, *summed = params["dimension_numbers"].rhs_spec
+            return _size_along(eqn.invars[1], summed)
+        case "last":
+            return _size_along(eqn.invars[0], [-1])
         case "updates":
-            operand = eqn.invars[2]
+            updates = eqn.invars[2]
             # An upper bound: a result sums all updates if all have the same index.
             window = params["dimension_numbers"].update_window_dims
-            axes = range(len(shape_in(operand)))
+            axes = range(len(shape_in(updates)))
             summed = set(axes).difference(window)
-        case "window_dimensions":
-            return math.prod(params[terms])
-        case _:
-            summed = np.atleast_1d(params[terms])
+            return _size_along(updates, summed)
+        case "window":
+            return math.prod(params["window_dimensions"])
+
+
+def _size_along(operand: Atom, axes: Iterable[int]) -> int:
+    """Returns the product of the lengths of an operand's `axes`."""
     lengths = lengths_of(operand.aval)
-    return math.prod(lengths[axis] for axis in summed)
+    return math.prod(lengths[axis] for axis in axes)
 
 
 def _contracted(eqn: JaxprEqn) -> Sequence[int]:

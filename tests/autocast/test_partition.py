@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
-from optax_lossscale._autocast.store import island_seeds
+from optax_lossscale._autocast.store import island_roots
 from optax_lossscale._autocast.uses import NEITHER
 from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import name_of
@@ -26,7 +26,7 @@ def parts_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     results = (NEITHER,) * len(program.out_avals)
     kinds = (Kind.PARAMETER, kind)
     facts = facts_of(program, takes, kinds, results, Casting(FLOAT16))
-    return partition(facts.program.eqns, island_seeds(facts))
+    return partition(facts.program.eqns, island_roots(facts))
 
 
 def shown(parts):

@@ -20,7 +20,7 @@ W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 def planned(function, *args, given=F32, how=FLOAT16):
     """The plan for a function of a parameter and of other arrays."""
-    kinds = [Kind.PARAMETER, *[Kind.FLOAT32] * (len(args) - 1)]
+    kinds = (Kind.PARAMETER, *[Kind.FLOAT32] * (len(args) - 1))
     traced = jax.make_jaxpr(function, axis_env=[("devices", 2)])(*args)
     return plan_for(traced, [args[0].astype(given), *args[1:]], kinds, how)
 
@@ -302,7 +302,7 @@ def test_a_plan_takes_instructions_in_proportion_to_the_layers():
             return x
 
         program = jax.make_jaxpr(fun)(W, X)
-        kinds = [Kind.PARAMETER, Kind.FLOAT32]
+        kinds = (Kind.PARAMETER, Kind.FLOAT32)
         return executed(lambda: plan_for(program, [W, X], kinds, FLOAT16))
 
     assert instructions(160) < 9 * instructions(20)

@@ -90,7 +90,7 @@ def test_a_row_names_an_attribute_of_a_parameter_that_holds_a_program():
             programs_in(eqn.replace(params=params))
 
 
-def test_traits_that_follow_from_others_are_added():
+def test_a_row_has_the_traits_that_follow_from_others():
     for row in TABLE.values():
         assert Trait.SELECTS not in row.traits or Trait.MOVES in row.traits
         assert Trait.PLACES not in row.traits or Trait.CHOOSES in row.traits

@@ -25,7 +25,7 @@ from jax.tree_util import Partial
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import is_of_nnx, is_variable
-from optax_lossscale._autocast import nnx
+from optax_lossscale._programs import nnx
 from optax_lossscale._programs.values import FLOAT32, astype
 
 Unflatten = Callable[[Iterable[Any]], Any]
@@ -68,7 +68,7 @@ def as_program(
       args: its positional arguments.
       kwargs: its keyword arguments.
       parameters: the positions of the arguments that hold parameters.
-      low: the dtype of narrowed products, or None to trace every array as it is.
+      low: the dtype of `autocast`'s products; None to trace every array as it is.
     """
     with nnx.changes_kept():
         inputs = nnx.split((args, kwargs))
