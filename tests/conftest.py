@@ -9,7 +9,7 @@ compile_quickly()
 jax.config.update("jax_num_cpu_devices", 4)
 
 # `.ci/run slow` tries more examples of each property.
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=15)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=10)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100)
 hypothesis.settings.load_profile("quick")
 

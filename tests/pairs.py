@@ -1,4 +1,4 @@
-"""Fewer cases than all: those in which every two values meet, or some, the others being slow."""
+"""Parametrizing tests, so that quick tests are few: the other cases are slow."""
 
 import itertools
 
@@ -9,10 +9,11 @@ def pairwise(**parameters):
     """Parametrizes a test over combinations in which any two values of two parameters meet.
 
     Each parameter is a dict of its values by their ids. A fault that takes one value, or two
-    together, shows up in some case, as it would in the full product of all parameters.
+    together, shows up in some case, as it would in the full product of all parameters. In quick
+    tests, each value is in some case.
     """
     names = [*parameters]
-    cases = [*itertools.product(*(parameters[name] for name in names))]
+    cases = [*itertools.product(*parameters.values())]
     pairs_in = lambda case: set(
         itertools.combinations(zip(names, case, strict=True), 2)
     )
@@ -23,12 +24,27 @@ def pairwise(**parameters):
         case = max(cases, key=lambda case: len(pairs_in(case) & missing))
         chosen.append(case)
         missing -= pairs_in(case)
-    values = [
-        [parameters[n][i] for n, i in zip(names, case, strict=True)] for case in chosen
-    ]
-    return pytest.mark.parametrize(
-        names, values, ids=["-".join(case) for case in chosen]
-    )
+    return _parametrized(parameters, chosen)
+
+
+def product(**parameters):
+    """Parametrizes a test over all combinations; in quick tests, each value is in some case."""
+    return _parametrized(parameters, itertools.product(*parameters.values()))
+
+
+def _parametrized(parameters, cases):
+    """Cases are quick if they have a value that none before them has."""
+    values = []
+    seen = set()
+    for case in cases:
+        its_own = set(zip(parameters, case, strict=True))
+        marks = pytest.mark.slow if its_own <= seen else ()
+        seen |= its_own
+        arguments = [
+            parameters[name][i] for name, i in zip(parameters, case, strict=True)
+        ]
+        values.append(pytest.param(*arguments, id="-".join(case), marks=marks))
+    return pytest.mark.parametrize(list(parameters), values)
 
 
 def quick(name, cases, *chosen):
@@ -39,3 +55,11 @@ def quick(name, cases, *chosen):
         pytest.param(value, id=case, marks=mark(case)) for case, value in cases.items()
     ]
     return pytest.mark.parametrize(name, values)
+
+
+def one_in(n, name, cases, first=0):
+    """As `quick`, where no case is more telling than another: the first of each `n` are chosen.
+
+    Of two tests with the same cases, `first` lets one begin where the other leaves out.
+    """
+    return quick(name, cases, *[*cases][first::n])

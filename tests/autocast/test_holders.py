@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pairs import one_in, quick
 
 import optax_lossscale as ols
 
@@ -276,7 +277,7 @@ def the_same_objects(tree):
         pytest.param(True, id="jit"),
     ],
 )
-@pytest.mark.parametrize("fun", CHANGES, ids=lambda fun: fun.__name__)
+@one_in(2, "fun", {fun.__name__: fun for fun in CHANGES})
 def test_nnx_objects_change_and_come_back_as_without_autocast(fun, compiled):
     """Variables and modules, wherever they are in arguments and results, twice in a row."""
     results = []
@@ -946,7 +947,7 @@ def rows_jvp():
     return f
 
 
-@pytest.mark.parametrize("make", [rows_vjp, rows_jvp])
+@quick("make", {"rows_vjp": rows_vjp, "rows_jvp": rows_jvp}, "rows_vjp")
 def test_custom_derivatives_of_functions_that_also_give_masks_indices_and_keys(make):
     f = make()
 

@@ -11,6 +11,7 @@ from against_float32 import assert_close, normal, products
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from pairs import one_in
 
 import optax_lossscale as ols
 from optax_lossscale._programs import flat
@@ -183,7 +184,7 @@ DIFFERENTIABLE = [h for h in HOLDERS if h not in (dynamic_loop, scan_until)]
 PAIRS = list(itertools.combinations([*HOLDERS, shard_map], 2))
 
 
-@pytest.mark.parametrize("holder", HOLDERS, ids=name_of)
+@one_in(2, "holder", {name_of(holder): holder for holder in HOLDERS})
 def test_each_level_of_a_nested_program_takes_as_long_to_trace_as_the_last(holder):
     assert_linear(functools.partial(nested, [holder]), (3, 6, 9))
 
@@ -195,11 +196,8 @@ def test_so_does_each_level_of_two_kinds_by_turns(pair):
     assert_linear(functools.partial(nested, pair), depths)
 
 
-@pytest.mark.parametrize(
-    "holder",
-    [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (cond, checkpoint))],
-    ids=name_of,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("holder", [None, cond, checkpoint], ids=name_of)
 def test_a_function_that_is_called_by_many_is_read_once(holder):
     """Though it would be millions of equations, were each call a copy."""
     assert_linear(functools.partial(called_twice, holder), (10, 15, 20))

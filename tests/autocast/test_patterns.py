@@ -829,16 +829,8 @@ def rounded(pattern):
     )
 
 
-# The others take two to ten seconds each.
-QUICK = {
-    "mixture_of_experts_by_ragged_dot",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PATTERNS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
 def test_thirty_steps_in_float16_end_where_float32_does(name):
     pattern = PATTERNS[name]()
     expected, _, (_, kept) = trained(pattern, autocast=False)
@@ -853,6 +845,7 @@ def test_thirty_steps_in_float16_end_where_float32_does(name):
         assert max(off) <= 2 * max(differences_of_floats(rounded_kept, kept))
 
 
+@pytest.mark.slow
 def test_importance_ratios_of_a_policy_begin_at_one():
     def log_probabilities(weights, observations, actions):
         *hidden, last = weights

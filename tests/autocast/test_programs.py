@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from pairs import one_in
 from programs import PRODUCTS_OF_JAX, Sensitivity, program, tried
 
 HARMLESS = ("", "ill-conditioned", "out of range", "no program")
 SEEDS = range(1000, 1005)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@one_in(2, "seed", {str(seed): seed for seed in SEEDS}, first=1)
 def test_a_random_program_computes_what_it_does_in_float32(seed):
     finding = tried(program(seed))
     assert finding.kind in HARMLESS, f"{program(seed)}\n{finding.kind}: {finding.text}"

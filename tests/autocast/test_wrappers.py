@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from against_float32 import normal
 from jax import lax
+from pairs import product
 
 import optax_lossscale as ols
 
@@ -157,8 +158,7 @@ def unwrapped(layer, bias):
     return run(loss_of(lambda fun: fun, LAYERS[layer]), parameters(bias), X, Y + bias)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@product(wrap=WRAPPERS, layer={name: name for name in LAYERS})
 def test_the_loss_is_the_same_however_a_layer_is_wrapped(wrap, layer):
     bias = 3000.0
     actual = run(loss_of(wrap, LAYERS[layer]), parameters(bias), X, Y + bias)
@@ -177,13 +177,14 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    "layer", ["dense", "its sum with its input", "normalized", "with gelu"]
+@product(
+    returned=BESIDE,
+    wrap={"plain": lambda fun: fun, "checkpoint": jax.checkpoint},
+    layer={
+        name: name
+        for name in ("dense", "its sum with its input", "normalized", "with gelu")
+    },
 )
-@pytest.mark.parametrize(
-    "wrap", [lambda fun: fun, jax.checkpoint], ids=["plain", "checkpoint"]
-)
-@pytest.mark.parametrize("returned", BESIDE.values(), ids=BESIDE)
 def test_the_loss_is_the_same_whatever_is_returned_beside_it(returned, wrap, layer):
     def loss(p, x, y):
         value, predictions, h = loss_of(wrap, LAYERS[layer])(p, x, y)
@@ -220,8 +221,7 @@ def one_by_one(fun):
     return of
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("bias", [0, 3000], ids=["goes on", "ends"])
+@product(bias={"goes on": 0, "ends": 3000}, layer={name: name for name in LAYERS})
 def test_a_scan_over_layers_gives_what_they_give_one_by_one(layer, bias):
     """The last sum, too, which no product depends on, is not rounded."""
     p = {

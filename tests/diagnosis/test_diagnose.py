@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import quick
+from pairs import one_in, product, quick
 
 import optax_lossscale as ols
 
@@ -387,12 +387,10 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize(
+@quick(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name == "total" else name
-        for name in SPOILED
-    ],
+    {name: name for name in SPOILED},
+    *("phases", "residual", "variance", "vanishing", "indices"),
 )
 def test_a_loss_that_16_bits_spoil_is_not_called_fine_and_its_line_is_named(name):
     function, params, x = spoiled(name)
@@ -545,7 +543,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@quick("body", BODIES, "scan", "scan in a scan")
+@quick("body", BODIES, "scan")
 def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
     faulty = LAYERS.at[3, 0, 0].set(3e3)
     found = ols.diagnose(steps_of(body, reverse=reverse), faulty, normal(4, 8))
@@ -567,7 +565,7 @@ LAYERS_ALIKE = {
 }
 
 
-@pytest.mark.parametrize("differ_in", LAYERS_ALIKE)
+@one_in(2, "differ_in", {name: name for name in LAYERS_ALIKE})
 def test_layers_that_differ_in_little_are_not_taken_for_one(differ_in):
     """Though what is compiled for one serves for all that are alike."""
     first, second = LAYERS_ALIKE[differ_in]
@@ -831,8 +829,7 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("loss_fn", PLACED.values(), ids=PLACED)
-@pytest.mark.parametrize("in_context", [True, False])
+@product(in_context={"in context": True, "outside": False}, loss_fn=PLACED)
 def test_arrays_may_be_placed_along_explicit_axes(loss_fn, in_context):
     n = jax.device_count()
     mesh = jax.make_mesh((n,), ("d",), axis_types=(AxisType.Explicit,))

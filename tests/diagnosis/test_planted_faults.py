@@ -365,7 +365,7 @@ def test_every_planted_fault_is_named(model):
     assert not wrong, "\n\n".join(map(str, wrong))
 
 
-@quick("model", {model: model for model in MODELS}, "transformer", "autoencoder")
+@quick("model", {model: model for model in MODELS}, "autoencoder")
 def test_a_healthy_model_is_accused_of_nothing(model):
     found = diagnosed(model)
     assert found.wrong == ()

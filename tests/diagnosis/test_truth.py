@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import io_callback, pallas
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import quick
+from pairs import one_in, quick
 
 import optax_lossscale as ols
 
@@ -339,7 +339,7 @@ NOT_LINEAR = {
 }
 
 
-@pytest.mark.parametrize("rule", NOT_LINEAR)
+@one_in(3, "rule", {name: name for name in NOT_LINEAR})
 def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_finds(
     rule,
 ):
@@ -683,6 +683,7 @@ def test_what_only_ends_a_loop_is_not_a_value_of_the_model():
     assert not found.wrong
 
 
+@pytest.mark.slow
 def test_a_sum_is_no_more_wrong_than_its_terms():
     def loss_fn(w, x):
         def count(state, row):
@@ -1011,6 +1012,7 @@ def test_nobody_is_advised_to_narrow_what_was_cast_as_advised():
     assert not any("cast both operands" in line for line in found.advice)
 
 
+@pytest.mark.slow
 def test_nobody_is_advised_to_narrow_what_the_advice_was_to_keep():
     def loss_fn(w, x, y):
         z = x @ w
@@ -1260,7 +1262,7 @@ PIVOTING = {
 }
 
 
-@pytest.mark.parametrize("function", PIVOTING)
+@quick("function", {name: name for name in PIVOTING}, "inv")
 def test_errors_count_where_float32_chooses_other_pivots(function):
     def loss_fn(w, x):
         return jnp.sum(jnp.abs(PIVOTING[function](x @ w)) ** 2)
@@ -1439,6 +1441,7 @@ def test_what_float32_gives_roughly_is_wrong_if_16_bits_give_nothing():
     assert f":{loss_fn.__code__.co_firstlineno + 3} " in one.place.source
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_in_float32_and_float64():
     """Those of a gamma distribution depend on the dtype, and not on rounding alone."""
 

@@ -644,9 +644,8 @@ def preferred(params, tokens, advantages, old):
     return -jax.nn.log_sigmoid(0.1 * (change[::2] - change[1::2])).mean()
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [pytest.param(first_step, marks=pytest.mark.slow), preferred]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", [first_step, preferred])
 def test_differences_that_are_0_but_for_rounding_are_fine(loss_fn):
     keys = jax.random.split(jax.random.key(0), 5)
     params = {

@@ -110,6 +110,7 @@ def every(distances, steps=250_000):
     return x
 
 
+@pytest.mark.slow
 def test_rare_gradients_are_applied_at_whatever_distance():
     """The first ones may be lost, as zeros raise the scale until an overflow proves them rare."""
     cases = {n: [n] for n in (2, 17, 500, 1999, 2000, 2001, 2500, 5000, 9999, 10_000)}
@@ -423,6 +424,7 @@ def in_every_state(**values):
     return jax.vmap(put)({name: jnp.asarray(x) for name, x in columns.items()})
 
 
+@pytest.mark.slow
 def test_without_nans_it_skips_at_most_75_steps_in_a_row():
     """From every scale and reserve. A gradient of 2**115 fits at scales up to 2**-99."""
     states = in_every_state(
@@ -443,6 +445,7 @@ def test_without_nans_it_skips_at_most_75_steps_in_a_row():
     assert 70 <= skipped(states).max() <= 75
 
 
+@pytest.mark.slow
 def test_after_any_history_5000_steps_alike_are_enough():
     """From all reserves and memories, unless it flushed all of them to zero."""
     states = in_every_state(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairs import product
 
 import optax_lossscale as ols
 from optax_lossscale import presets
@@ -260,9 +261,11 @@ def apex_update_scale_hysteresis(
     return step
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0, 65536.0])
-@pytest.mark.parametrize("growth_factor", [1.0, 2.0, 4.0])
-@pytest.mark.parametrize("hysteresis", [1, 2, 5])
+@product(
+    scale={"1": 1.0, "1024": 1024.0, "65536": 65536.0},
+    growth_factor={"1": 1.0, "2": 2.0, "4": 4.0},
+    hysteresis={"1": 1, "2": 2, "5": 5},
+)
 def test_hysteresis_by_consecutive_overflows_is_that_of_apexs_kernel(
     scale, growth_factor, hysteresis
 ):
@@ -288,6 +291,7 @@ factors = st.sampled_from([1.5, 2.0, 3.0, 1.1, 10.0])
 sequences = st.lists(st.booleans(), min_size=50, max_size=50).map(np.array)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     factors,
     st.sampled_from([0.5, 0.25, 0.3, 0.9]),
@@ -323,6 +327,7 @@ def test_flax_scales_equal_the_installed_references(
     np.testing.assert_array_equal(scales(presets.flax(**arguments), finite), theirs)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.integers(1, 6), factors, st.sampled_from([1.0, 2.0**15, 1000.0, 1e38]), sequences
 )

@@ -12,7 +12,7 @@ import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import pairwise, quick
+from pairs import pairwise, product, quick
 
 import optax_lossscale as ols
 from optax_lossscale import skips
@@ -231,8 +231,7 @@ def test_what_a_rule_skips_is_as_skipped_as_an_overflow(door, branch, compiled, 
     assert (state.skipped_steps, state.consecutive_skipped_steps) == (1, 0)
 
 
-@pytest.mark.parametrize("bad", ["gradients", "loss", "norm"])
-@each_rule
+@product(rule=RULES, bad={bad: bad for bad in ("gradients", "loss", "norm")})
 def test_a_step_that_is_not_finite_teaches_a_rule_nothing(rule, bad):
     """The norm is infinite though the gradients are finite, where their squares are too large."""
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
@@ -289,8 +288,7 @@ GROWING = {
 }
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e25], ids=["norm", "norm beyond 2**64"])
-@pytest.mark.parametrize("loss_scale", GROWING.values(), ids=GROWING)
+@product(loss_scale=GROWING, factor={"norm": 1.0, "norm beyond 2**64": 1e25})
 def test_the_scale_stays_while_every_step_is_skipped_by_a_rule(loss_scale, factor):
     """Until an overflow, from which it learns as ever."""
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=AtMost(1e-3))

@@ -789,7 +789,7 @@ NAMES = {
 }
 
 
-@quick("name", NAMES, "another", "an int")
+@quick("name", NAMES, "another")
 def test_a_name_of_no_axis_is_refused_in_words(name):
     for check_vma in (True, False):
         assert is_refused(name, check_vma=check_vma)

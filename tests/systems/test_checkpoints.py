@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pairs import quick
 
 import optax_lossscale as ols
 
@@ -61,7 +62,7 @@ def restore(folder, like):
         return checkpointer.restore(folder, like)
 
 
-@each_kind
+@quick("loss_scale", {kind: kind for kind in LOSS_SCALES}, "dynamic", "headroom")
 def test_orbax_restores_a_state_that_trains_on_alike(tmp_path, loss_scale):
     tx, state = trained(loss_scale)
     save(tmp_path / "state", state)

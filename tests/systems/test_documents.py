@@ -11,6 +11,7 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
+from pairs import quick
 
 import optax_lossscale as ols
 from optax_lossscale import plot
@@ -53,6 +54,22 @@ def test_each_frameworks_program_runs(program):
 
 (_, SETUP), *RECIPES = blocks("docs/recipes.md")
 RECIPES += blocks("docs/integrations.md")  # which continue the same program
+NAMES = [
+    "accumulation",
+    "clipping",
+    "checkpoint",
+    "gpus",
+    "frozen",
+    "inner",
+    "logging",
+    "flash",
+    "ode",
+    "numpyro",
+    "brax",
+    "nnx_trainer",
+    "handed",
+]
+SLOW = ("flash", "ode", "nnx_trainer", "inner")
 TOPICS = {
     page: re.findall(r"^## (.*)", (ROOT / f"docs/{page}.md").read_text(), re.M)
     for page in ("recipes", "integrations")
@@ -62,10 +79,11 @@ TOPICS = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
 @pytest.mark.parametrize(
     ("package", "recipe"),
-    RECIPES,
-    ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "inner", "logging", "flash",
-         "ode", "numpyro", "brax", "nnx_trainer", "handed"],
-)  # fmt: skip
+    [
+        pytest.param(*recipe, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, recipe in zip(NAMES, RECIPES, strict=True)
+    ],
+)
 def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     """One that needs a package which the tests do not install names it, and runs where it is."""
     if package:
@@ -133,7 +151,7 @@ STANDALONE = {
 }
 
 
-@pytest.mark.parametrize("programs", STANDALONE.values(), ids=STANDALONE)
+@quick("programs", STANDALONE, "skipping", "from PyTorch", "two losses")
 def test_each_program_of_a_topic_runs(programs):
     [program] = programs
     assert "\nassert " in program

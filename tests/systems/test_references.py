@@ -15,8 +15,14 @@ TRACES = sorted((pathlib.Path(__file__).parents[1] / "traces").glob("*.jsonl"))
 
 
 def recorded(*references):
+    """All runs; of each system, the first three are quick."""
     return [
-        pytest.param(path.stem, json.loads(line), id=f"{path.stem}-{i}")
+        pytest.param(
+            path.stem,
+            json.loads(line),
+            id=f"{path.stem}-{i}",
+            marks=() if i < 3 else pytest.mark.slow,
+        )
         for path in TRACES
         for i, line in enumerate(path.read_text().splitlines())
         if not references or path.stem in references

@@ -29,7 +29,12 @@ SERIES = {
     for x in lines(TRACES / "series.jsonl")
 }
 RUNS = [
-    pytest.param(path.stem, run, id=f"{path.stem}-{i}")
+    pytest.param(
+        path.stem,
+        run,
+        id=f"{path.stem}-{i}",
+        marks=() if i % 4 == 0 else pytest.mark.slow,
+    )
     for path in sorted(TRACES.glob("*.jsonl"))
     if path.stem != "series"
     for i, run in enumerate(lines(path))

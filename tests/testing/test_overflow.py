@@ -15,6 +15,7 @@ import pytest
 from flax import linen
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pairs import one_in
 
 import optax_lossscale as ols
 
@@ -538,7 +539,7 @@ def test_a_step_without_a_loss_scale_that_nothing_makes_overflow_is_not_passed()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", STEPS)
+@one_in(2, "name", {name: name for name in STEPS})
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
     make, said = STEPS[name]
     step, arguments = make(right=False)
@@ -548,7 +549,7 @@ def test_what_an_overflow_or_a_nan_leaves_is_found(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", STEPS)
+@one_in(2, "name", {name: name for name in STEPS}, first=1)
 def test_a_right_step_is_not_accused(name):
     step, arguments = STEPS[name][0](right=True)
     ols.testing.assert_survives_overflow(step, *arguments)

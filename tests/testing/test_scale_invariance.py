@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairs import one_in, quick
 
 import optax_lossscale as ols
 
@@ -280,6 +281,7 @@ def test_the_arguments_stay_as_they_are_and_the_step_is_traced_once():
     chex.assert_trees_all_equal((PARAMS, state), before)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_compiled():
     ols.testing.assert_scale_invariant(small_step, PARAMS, TX.init(PARAMS), x=X)
     with pytest.raises(AssertionError, match=r"result\[1\].inner_state\[0\].mu\['w'\]"):
@@ -631,7 +633,7 @@ def logging_step(dtype):
     return step, (params, tx.init(params), batch)
 
 
-@pytest.mark.parametrize("name", WRONG_LOGS)
+@one_in(3, "name", {name: name for name in WRONG_LOGS})
 def test_what_is_logged_of_scaled_gradients_is_found(name):
     step, arguments = logging_step(jnp.float16)
     others = [f"result[3]['{other}']" for other in WRONG_LOGS if other != name]
@@ -640,9 +642,7 @@ def test_what_is_logged_of_scaled_gradients_is_found(name):
     assert f"result[3]['{name}']" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"]
-)
+@quick("dtype", {"float16": jnp.float16, "float32": jnp.float32}, "float16")
 def test_what_is_logged_of_unscaled_gradients_and_of_the_loss_scale_is_not_accused(
     dtype,
 ):
@@ -705,7 +705,7 @@ def step_with_changed_updates(dtype, name):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("sgd", jnp.float32), ("adam", jnp.float16)]
 )
-@pytest.mark.parametrize("change", UPDATES)
+@one_in(2, "change", {name: name for name in UPDATES})
 def test_updates_that_depend_on_the_size_of_scaled_gradients_are_found(
     change, name, dtype
 ):
