@@ -93,13 +93,13 @@ class LogMaxLossScale(LossScale):
         validation.number_between,
         least=-validation.LARGEST,
         most=60,
-        allowed="a number of at most 60",
+        allowed="a number of at most 60, in float32's range",
         default=16.0,
     )
     beta1: float = checked(_decay, default=0.99)
     beta2: float = checked(_decay, default=0.999)
     overflow_std_dev: float = checked(
-        validation.number_between, least=0, most=1e6, default=3.09
+        validation.number_between, least=0, most=10**6, default=3.09
     )
     mean: jax.Array = state_field(0.0)
     slow_mean: jax.Array = state_field(0.0)

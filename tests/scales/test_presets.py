@@ -114,7 +114,7 @@ def test_a_wrong_argument_is_named_as_the_user_named_it(name):
 
 
 def test_an_error_about_two_arguments_names_both_as_the_user_did():
-    said = "loss_scale must be between min_loss_scale=2.0 and infinity, got 1.0"
+    said = "loss_scale must be at least min_loss_scale=2.0, got 1.0"
     with pytest.raises(ValueError, match=said):
         presets.jmp(1.0, min_loss_scale=2.0)
     with pytest.raises(ValueError, match="scale_min must be"):

@@ -416,7 +416,7 @@ GET = {
     "from_config: of another": (
         lambda: ols.presets.ToleranceLossScale.from_config(LS.get_config()),
         ValueError,
-        "There are ToleranceLossScale",
+        "The known classes are ToleranceLossScale",
     ),
     "preset: unknown": (
         lambda: preset("torch"),
@@ -456,7 +456,7 @@ PRESETS = {
     ),
     "tensorflow_fixed": ({"loss_scale_value": "dynamic"}, NUMBER),
     "tensorflow_contrib_fixed": ({"loss_scale": "x"}, f"loss_scale {NUMBER}"),
-    "tensorflow_contrib_fixed, small": ({"loss_scale": 0.5}, "between min_scale=1.0"),
+    "tensorflow_contrib_fixed, small": ({"loss_scale": 0.5}, "at least min_scale=1.0"),
     "tensorflow_contrib_exponential": (
         {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1.5},
         "decr_ratio must be a number in",
@@ -533,7 +533,7 @@ LOSS_SCALES = {
     "dynamic: bounds": (
         lambda: ols.DynamicLossScale(0.5),
         ValueError,
-        "between min_scale",
+        "at least min_scale=1.0, got 0.5",
     ),
     "dynamic: interval": (
         lambda: ols.DynamicLossScale(growth_interval=2.5),
