@@ -8,15 +8,16 @@ Use a preset to continue a run of another system, or to port its training script
 
 Each function is named after a system. It accepts the arguments of the original that
 concern the loss scale, with the original defaults, and returns a loss scale that
-follows the original step by step. In the recorded runs that the tests in the repository
-replay, the scale in float32 equals the original's after every step. Two originals could
-not be run, `tensorflow_contrib_fixed` and `apex`, so the tests compare these presets
-with their published rules. There are exceptions:
+follows the original step by step, with these exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
-- LogMax is tested to within 1%.
 - The docstrings name any others.
+
+The tests in the repository replay recorded runs of the originals. In all of them, the
+scale in float32 equals the original's after every step, or for LogMax, is within 1% of
+it. Two originals could not be run, `tensorflow_contrib_fixed` and `apex`, so the tests
+compare these presets with their published rules.
 
 An invalid argument raises a `ValueError`, unless the original ignores it.
 
@@ -66,9 +67,8 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _in_float32(name: str, factor: float) -> float:
+def _in_float32(check: validation.Check, name: str, factor: float) -> float:
     """Checks a factor, and rounds it to float32, as its original does."""
-    check = DynamicLossScale._checks[name]
     return float(np.float32(check(name, factor)))
 
 
@@ -115,9 +115,6 @@ def tensorflow_dynamic(
 @user_names(loss_scale_value="scale")
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
     """Returns the scale of TensorFlow's `FixedLossScale`.
-
-    The original checks nothing, but `with_loss_scale` checks the gradients by default.
-    For a step that does not, pass `skip=None` to `with_loss_scale`.
 
     Args:
       loss_scale_value: the scale.
@@ -190,8 +187,12 @@ def tensorflow_contrib_exponential(
     return DynamicLossScale(
         initial_scale=init_loss_scale,
         growth_interval=incr_every_n_steps,
-        growth_factor=_in_float32("growth_factor", incr_ratio),
-        backoff_factor=_in_float32("backoff_factor", decr_ratio),
+        growth_factor=_in_float32(
+            validation.growth_factor, "growth_factor", incr_ratio
+        ),
+        backoff_factor=_in_float32(
+            validation.backoff_factor, "backoff_factor", decr_ratio
+        ),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_refill="rescale",
     )
@@ -327,8 +328,12 @@ def flax(
     )
     return DynamicLossScale(
         initial_scale=scale,
-        growth_factor=_in_float32("growth_factor", growth_factor),
-        backoff_factor=_in_float32("backoff_factor", backoff_factor),
+        growth_factor=_in_float32(
+            validation.growth_factor, "growth_factor", growth_factor
+        ),
+        backoff_factor=_in_float32(
+            validation.backoff_factor, "backoff_factor", backoff_factor
+        ),
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
         min_scale=minimum_scale,
@@ -461,8 +466,12 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_in_float32("growth_factor", growth_factor),
-        backoff_factor=_in_float32("backoff_factor", backoff_factor),
+        growth_factor=_in_float32(
+            validation.growth_factor, "growth_factor", growth_factor
+        ),
+        backoff_factor=_in_float32(
+            validation.backoff_factor, "backoff_factor", backoff_factor
+        ),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )

@@ -232,7 +232,7 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """Packs scalars into one array, and returns them read back from it.
 
     On CPU, kernels compile faster if they have fewer arguments. On GPU, as compiled
-    programs show, the packing would make XLA merge the kernels of several leaves. We
-    expect merged kernels to take longer to compile (not timed).
+    programs show, the packing would make XLA merge the kernels of several leaves, and
+    merged kernels may take longer to compile.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))

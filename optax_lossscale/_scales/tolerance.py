@@ -59,10 +59,10 @@ class ToleranceLossScale(LossScale):
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      steps: steps since the scale last grew or backed off, or was kept from it by a
-        bound; int32, shape ().
-      overflows: overflows since the scale last backed off, or was kept from it by
-        `min_scale`; int32, shape ().
+      steps: steps since the scale last changed, or would have changed but for a bound;
+        int32, shape ().
+      overflows: overflows since the last back-off, whether or not `min_scale` prevented
+        it; int32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -134,10 +134,9 @@ class ToleranceLossScale(LossScale):
         share = jnp.divide(overflows, steps)
         backs_off = share >= self.tolerance
         lowered = precise_product(scale, 1 / self.factor)
-        if self.threshold is not None:
+        if self.threshold is not None:  # a lower scale rises to it
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)
-        # A scale below `threshold` rises to it.
         is_rescaled = backs_off & ~exhausted
         return self.replace(
             loss_scale=jnp.where(is_rescaled, lowered, scale),
