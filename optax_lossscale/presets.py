@@ -225,7 +225,7 @@ def tf_keras(
         return DynamicLossScale(initial_scale=scale, growth_interval=interval)
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
-            "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
+            "with dynamic=False, pass initial_scale, but not dynamic_growth_steps"
         )
     return FixedLossScale(initial_scale)
 

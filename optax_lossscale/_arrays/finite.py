@@ -416,6 +416,6 @@ def reduce_replicas(
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
-            "this step, nor a tuple of such axes, each once. Under jit alone, leave "
-            "axis_name out: the check already covers all devices"
+            "this step, nor a tuple of such axes without repetition. Under jit alone, "
+            "leave axis_name out: the check already covers all devices"
         ) from error

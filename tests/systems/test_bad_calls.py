@@ -808,7 +808,7 @@ def test_a_name_of_no_axis_is_refused_at_every_door(door):
 
 def test_a_name_given_twice_is_refused_and_no_names_are_as_none():
     call = lambda name: jax.vmap(lambda g: LS.update(g, name)[1], axis_name="data")
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match="without repetition"):
         call(("data", "data"))(jnp.ones(2))
     grads = jnp.array([1.0, jnp.inf])
     for name, decided in {
