@@ -301,7 +301,7 @@ def flax(
     growth_interval: int = 2000,
     fin_steps: int = 0,
     scale: float = 65536.0,
-    minimum_scale: float | None = validation.SMALLEST,
+    minimum_scale: float | None = validation.SMALLEST_NORMAL,
 ) -> DynamicLossScale:
     """Returns the scale of Flax's `flax.training.dynamic_scale.DynamicScale`.
 
@@ -337,7 +337,7 @@ def flax(
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
         min_scale=minimum_scale,
-        max_scale=validation.LARGEST,
+        max_scale=validation.LARGEST_FLOAT32,
     )
 
 
@@ -599,7 +599,7 @@ def openseq2seq_logmax(
     """
     most = validation.scale("scale_max", scale_max)
     least = validation.number_between(
-        "scale_min", scale_min, least=validation.SMALLEST, most=most
+        "scale_min", scale_min, least=validation.SMALLEST_NORMAL, most=most
     )
     return LogMaxLossScale(
         initial_scale=min(max(1.0, least), most),

@@ -356,7 +356,7 @@ def _magnitude(x: jax.Array) -> jax.Array:
     beyond float32's range becomes the largest float32 number.
     """
     magnitude = jnp.abs(x.astype(jnp.float32))
-    bounded = jnp.minimum(magnitude, validation.LARGEST)
+    bounded = jnp.minimum(magnitude, validation.LARGEST_FLOAT32)
     return jnp.where(lax.is_finite(x), bounded, jnp.inf)
 
 

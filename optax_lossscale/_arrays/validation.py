@@ -29,8 +29,8 @@ from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 # The smallest normal and the largest float32 number
-SMALLEST = float(np.finfo(np.float32).tiny)
-LARGEST = float(np.finfo(np.float32).max)
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 # The smallest positive Python float
 ABOVE_ZERO = math.ulp(0.0)
 # The largest float32 number below 1
@@ -98,25 +98,28 @@ def int_between(name: str, value: Any, *, least: int, most: int) -> int:
 
 count = partial(int_between, least=0, most=LARGEST_INT)
 positive_int = partial(int_between, least=1, most=LARGEST_INT)
-scale = partial(number_between, least=SMALLEST, most=LARGEST)
+scale = partial(number_between, least=SMALLEST_NORMAL, most=LARGEST_FLOAT32)
 finite = partial(
     number_between,
-    least=-LARGEST,
-    most=LARGEST,
+    least=-LARGEST_FLOAT32,
+    most=LARGEST_FLOAT32,
     allowed="a finite number in float32's range",
 )
 positive = partial(
     number_between,
     least=ABOVE_ZERO,
-    most=LARGEST,
+    most=LARGEST_FLOAT32,
     allowed="a positive number in float32's range",
 )
 growth_factor = partial(
-    number_between, least=1, most=LARGEST, allowed=f"a number from 1 to {LARGEST}"
+    number_between,
+    least=1,
+    most=LARGEST_FLOAT32,
+    allowed=f"a number from 1 to {LARGEST_FLOAT32}",
 )
 backoff_factor = partial(
     number_between,
-    least=SMALLEST,
+    least=SMALLEST_NORMAL,
     most=1,
     allowed="a number in (0, 1], normal in float32",
 )

@@ -59,7 +59,7 @@ class FixedLossScale(LossScale):
 
     def __init__(self, scale: float):
         number = validation.number_between(
-            "scale", scale, least=validation.SMALLEST, most=_MAX_INVERTIBLE
+            "scale", scale, least=validation.SMALLEST_NORMAL, most=_MAX_INVERTIBLE
         )
         super().__init__(number)
 

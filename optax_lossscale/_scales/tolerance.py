@@ -114,7 +114,7 @@ class ToleranceLossScale(LossScale):
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         product = precise_product(scale, self.factor)
-        is_in_range = product <= validation.LARGEST
+        is_in_range = product <= validation.LARGEST_FLOAT32
         grown = jnp.where(is_in_range, product, scale)
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
