@@ -77,9 +77,7 @@ def _symmetric_factor(name: str, factor: float) -> float:
 
     Its reciprocal, the back-off factor, must be a normal float32 number, too.
     """
-    return validation.number_between(
-        name, factor, least=1, most=2.0**126, allowed="a number from 1 to 2**126"
-    )
+    return validation.number_between(name, factor, least=1, most=2.0**126)
 
 
 @user_names(

@@ -111,12 +111,7 @@ positive = partial(
     most=LARGEST_FLOAT32,
     allowed="a positive number in float32's range",
 )
-growth_factor = partial(
-    number_between,
-    least=1,
-    most=LARGEST_FLOAT32,
-    allowed=f"a number from 1 to {LARGEST_FLOAT32}",
-)
+growth_factor = partial(number_between, least=1, most=LARGEST_FLOAT32)
 backoff_factor = partial(
     number_between,
     least=SMALLEST_NORMAL,

@@ -455,6 +455,6 @@ def test_a_factor_whose_reciprocal_is_subnormal_is_refused_by_its_own_name(
     preset, factor
 ):
     with pytest.raises(
-        ValueError, match=rf"^{factor} must be a number from 1 to 2\*\*126"
+        ValueError, match=rf"^{factor} must be a number between 1 and 2\*\*126"
     ):
         getattr(presets, preset)(**{factor: 1e38})

@@ -46,9 +46,9 @@ def test_a_traced_number_is_refused():
 def test_the_bounds_that_an_error_names_are_allowed(make):
     with pytest.raises(ValueError, match="must be a number") as error:
         make(-1.0)
-    said = re.search(r"(between|from) (\S+) (and|to) (\S+), got", str(error.value))
-    make(eval(said[2]))
-    make(eval(said[4]))
+    least, most = re.search(r"between (\S+) and (\S+), got", str(error.value)).groups()
+    make(eval(least))
+    make(eval(most))
 
 
 LONG = {

@@ -452,7 +452,7 @@ PRESETS = {
     "tensorflow_dynamic, period": ({"increment_period": 0}, f"increment_period {INT}"),
     "tensorflow_dynamic, multiplier": (
         {"multiplier": 0.5},
-        "multiplier must be a number from 1",
+        "multiplier must be a number between 1 and",
     ),
     "tensorflow_fixed": ({"loss_scale_value": "dynamic"}, NUMBER),
     "tensorflow_contrib_fixed": ({"loss_scale": "x"}, f"loss_scale {NUMBER}"),
@@ -481,7 +481,7 @@ PRESETS = {
     "pytorch, scale": ({"init_scale": None}, f"init_scale {NUMBER}"),
     "pytorch, factor": (
         {"growth_factor": 0.5},
-        "growth_factor must be a number from 1",
+        "growth_factor must be a number between 1 and",
     ),
     "flax": ({"fin_steps": -5}, "fin_steps must be an int between 0 and 2000"),
     "flax, many": ({"fin_steps": 2001}, "fin_steps must be an int between 0 and 2000"),
