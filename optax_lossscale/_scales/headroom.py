@@ -82,13 +82,13 @@ class HeadroomLossScale(LossScale):
     An overflow has one of two causes: some gradient is too large for the scale, or the
     batch itself produces a NaN or an infinity. At first, the rule assumes the former.
     An infinity does not show by how much the scale is too large, so overflows in a row
-    lower it by more and more bits. The sum of these bits, the *reserve*, shrinks while
-    steps are finite, and is dropped as soon as a measured gradient is large enough to
-    explain the overflow. There may be no such gradient, because only the gradients of
-    parameters are measured, and those inside the model may be larger. But if the
-    reserve becomes very deep, the batch is taken to be at fault: the next finite step
-    drops the reserve, and a number of later overflows are *excused*, that is, they do
-    not lower the scale.
+    lower it by more and more bits, up to about 32 at a time. The sum of these bits, the
+    *reserve*, shrinks while steps are finite, and is dropped as soon as a measured
+    gradient is large enough to explain the overflow. There may be no such gradient,
+    because only the gradients of parameters are measured, and those inside the model
+    may be larger. But if the reserve becomes very deep, and the next finite step has no
+    such gradient, the batch is taken to be at fault: this step drops the reserve, and a
+    number of later overflows are *excused*, that is, they do not lower the scale.
 
     If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
     may have underflowed. So the scale rises at such steps, too, but far more slowly.

@@ -67,7 +67,8 @@ class LossScale(Stateful):
       loss_scale: the current loss scale; float32, shape ().
 
     Raises:
-      ValueError: if `initial_scale` is not a positive, normal float32 number.
+      ValueError: if `initial_scale` is not a number in the range of float32's positive,
+        normal numbers.
 
     Example:
       A scale that halves at an overflow and grows by 1% at any other step:

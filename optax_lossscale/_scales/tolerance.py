@@ -1,10 +1,8 @@
 """The loss scale that tolerates a share of overflows before it backs off.
 
-The rule counts the steps since the scale last changed, and the overflows since it last
-backed off. It backs off at an overflow only if overflows / steps is at least
-`tolerance`. For example, with a tolerance of 0.5, the scale backs off if the second
-step of training overflows, but not if the third is the first to overflow. With a
-tolerance of 0, it backs off at every overflow.
+For example, with a tolerance of 0.5, the scale backs off if the second step of training
+overflows, but not if the third is the first to overflow: then only 1 step in 3 has
+overflowed. With a tolerance of 0, the scale backs off at every overflow.
 """
 
 from typing import Self
