@@ -180,7 +180,7 @@ def in_the_package(app, env, node, contnode):
 
 DEFAULTS = {
     "=3.4028234663852886e+38": "=3.4e38",
-    "=validation.SMALLEST": "=1.18e-38",
+    "=validation.SMALLEST_NORMAL": "=1.18e-38",
 }
 
 

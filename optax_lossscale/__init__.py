@@ -37,7 +37,7 @@ Choose what to skip:
 See what the numbers do:
     diagnose                 reports whether float16 suits a model, or where and why not
     metrics                  returns what to log at each step
-    raise_if_stuck           raises LossScaleError if training cannot go on
+    raise_if_stuck           raises LossScaleError if training cannot continue
     dtype_report             lists which products compute in which dtype, line by line
     plot                     plots loss scales and gradients, with matplotlib
     testing                  assertions about a training step, for your tests

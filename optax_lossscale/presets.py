@@ -8,15 +8,16 @@ Use a preset to continue a run of another system, or to port its training script
 
 Each function is named after a system. It accepts the arguments of the original that
 concern the loss scale, with the original defaults, and returns a loss scale that
-follows the original step by step. In the recorded runs that the tests in the repository
-replay, the scale in float32 equals the original's after every step. Two originals could
-not be run, `tensorflow_contrib_fixed` and `apex`, so the tests compare these presets
-with their published rules. There are exceptions:
+follows the original step by step, with these exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
-- LogMax is tested to within 1%.
 - The docstrings name any others.
+
+The tests in the repository replay recorded runs of the originals. In all of them, the
+scale in float32 equals the original's after every step, or for LogMax, is within 1% of
+it. Two originals could not be run, `tensorflow_contrib_fixed` and `apex`, so the tests
+compare these presets with their published rules.
 
 An invalid argument raises a `ValueError`, unless the original ignores it.
 
@@ -66,9 +67,8 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _in_float32(name: str, factor: float) -> float:
+def _in_float32(check: validation.Check, name: str, factor: float) -> float:
     """Checks a factor, and rounds it to float32, as its original does."""
-    check = DynamicLossScale._checks[name]
     return float(np.float32(check(name, factor)))
 
 
@@ -77,9 +77,7 @@ def _symmetric_factor(name: str, factor: float) -> float:
 
     Its reciprocal, the back-off factor, must be a normal float32 number, too.
     """
-    return validation.number_between(
-        name, factor, least=1, most=2.0**126, allowed="a number from 1 to 2**126"
-    )
+    return validation.number_between(name, factor, least=1, most=2.0**126)
 
 
 @user_names(
@@ -115,9 +113,6 @@ def tensorflow_dynamic(
 @user_names(loss_scale_value="scale")
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
     """Returns the scale of TensorFlow's `FixedLossScale`.
-
-    The original checks nothing, but `with_loss_scale` checks the gradients by default.
-    For a step that does not, pass `skip=None` to `with_loss_scale`.
 
     Args:
       loss_scale_value: the scale.
@@ -190,8 +185,12 @@ def tensorflow_contrib_exponential(
     return DynamicLossScale(
         initial_scale=init_loss_scale,
         growth_interval=incr_every_n_steps,
-        growth_factor=_in_float32("growth_factor", incr_ratio),
-        backoff_factor=_in_float32("backoff_factor", decr_ratio),
+        growth_factor=_in_float32(
+            validation.growth_factor, "growth_factor", incr_ratio
+        ),
+        backoff_factor=_in_float32(
+            validation.backoff_factor, "backoff_factor", decr_ratio
+        ),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_refill="rescale",
     )
@@ -224,7 +223,7 @@ def tf_keras(
         return DynamicLossScale(initial_scale=scale, growth_interval=interval)
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
-            "with dynamic=False, pass initial_scale, and no dynamic_growth_steps"
+            "with dynamic=False, pass initial_scale, but not dynamic_growth_steps"
         )
     return FixedLossScale(initial_scale)
 
@@ -300,7 +299,7 @@ def flax(
     growth_interval: int = 2000,
     fin_steps: int = 0,
     scale: float = 65536.0,
-    minimum_scale: float | None = validation.SMALLEST,
+    minimum_scale: float | None = validation.SMALLEST_NORMAL,
 ) -> DynamicLossScale:
     """Returns the scale of Flax's `flax.training.dynamic_scale.DynamicScale`.
 
@@ -327,12 +326,16 @@ def flax(
     )
     return DynamicLossScale(
         initial_scale=scale,
-        growth_factor=_in_float32("growth_factor", growth_factor),
-        backoff_factor=_in_float32("backoff_factor", backoff_factor),
+        growth_factor=_in_float32(
+            validation.growth_factor, "growth_factor", growth_factor
+        ),
+        backoff_factor=_in_float32(
+            validation.backoff_factor, "backoff_factor", backoff_factor
+        ),
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
         min_scale=minimum_scale,
-        max_scale=validation.LARGEST,
+        max_scale=validation.LARGEST_FLOAT32,
     )
 
 
@@ -461,8 +464,12 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_in_float32("growth_factor", growth_factor),
-        backoff_factor=_in_float32("backoff_factor", backoff_factor),
+        growth_factor=_in_float32(
+            validation.growth_factor, "growth_factor", growth_factor
+        ),
+        backoff_factor=_in_float32(
+            validation.backoff_factor, "backoff_factor", backoff_factor
+        ),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
@@ -590,7 +597,7 @@ def openseq2seq_logmax(
     """
     most = validation.scale("scale_max", scale_max)
     least = validation.number_between(
-        "scale_min", scale_min, least=validation.SMALLEST, most=most
+        "scale_min", scale_min, least=validation.SMALLEST_NORMAL, most=most
     )
     return LogMaxLossScale(
         initial_scale=min(max(1.0, least), most),

@@ -1,6 +1,7 @@
 """`python -m optax_lossscale.demo`, as it is called."""
 
 import functools
+import importlib
 import os
 import pathlib
 import subprocess
@@ -89,6 +90,17 @@ def test_bad_arguments_are_named(arguments, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert arguments[0] in captured.err
+
+
+def test_without_matplotlib_it_can_be_imported_and_names_the_extra_when_it_runs(
+    monkeypatch,
+):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    imported = importlib.reload(demo)
+    with pytest.raises(SystemExit, match=r"pip install 'optax_lossscale\[demo\]'"):
+        imported.main(["--steps", "1"])
 
 
 @pytest.mark.slow

@@ -62,10 +62,21 @@ class _Measure(NamedTuple):
     neutral: np.generic
 
 
-# Bounds on the length of the rows in which `_rows` sums large leaves on CPU. A float32
-# sum of n squares is off by at most n * 2**-24 of itself, so the sum of the longest row
-# is off by at most 2**-8. Rows of 2**8 numbers or more leave at most 1/256 of a leaf
-# for the second reduction.
+# How many leaves a group has. Larger groups compile faster, and launch fewer kernels.
+# But a CPU needs enough kernels to keep all cores busy. Both numbers are a heuristic.
+_LEAST_KERNELS_ON_CPU = 32
+_LARGEST_GROUP_ON_CPU = 8
+# These sizes come from compiled programs (not timed). With groups of four leaves, but
+# not of eight, the compiler for GPUs computes the norm for clipping in the same pass.
+# With groups of more than one leaf, the compiler for TPUs keeps more gradients waiting
+# in main memory.
+_GROUP_SIZE_ON_GPU = 4
+_GROUP_SIZE_ON_TPU = 1
+
+# Bounds on the length of the rows in which `_as_matrices` sums large leaves on CPU. A
+# float32 sum of n squares is off by at most n * 2**-24 of itself, so the sum of the
+# longest row is off by at most 2**-8. Rows of 2**8 numbers or more leave at most 1/256
+# of a leaf for the second reduction.
 _LONGEST_ROW = 2**16
 _SHORTEST_ROW = 2**8
 
@@ -103,7 +114,8 @@ def all_finite(tree: Any) -> jax.Array:
 def largest(tree: Any) -> jax.Array:
     """Returns the largest absolute value in a tree, or infinity if any is not finite.
 
-    A complex number counts as the larger of its two parts. The result is float32, shape
+    A complex number counts as the larger of its two parts, and a finite float64 number
+    beyond float32's range as the largest float32 number. The result is float32, shape
     (). It is 0 for a tree without floating-point and complex leaves.
     """
     return _reduce_tree(tree, _largest_on_cpu, _largest)
@@ -136,19 +148,13 @@ def _reduce_tree(
     leaves = _real_leaves(tree)
     if any(map(is_on_several_devices, leaves)):
         return reduction(_groups(leaves, 1))
-    # Larger groups compile faster, and launch fewer kernels. But a CPU needs enough
-    # kernels to keep all cores busy: 32 kernels, of at most 8 leaves each, are a
-    # heuristic. The sizes for GPU and TPU come from compiled programs (not timed). With
-    # groups of four leaves, but not of eight, the compiler for GPUs computes the norm
-    # for clipping in the same pass. With groups of more than one leaf, the compiler for
-    # TPUs keeps more gradients waiting in main memory.
-    size_for_32_kernels = len(leaves) // 32
-    size_on_cpu = min(max(size_for_32_kernels, 1), 8)
+    size_for_all_cores = len(leaves) // _LEAST_KERNELS_ON_CPU
+    size_on_cpu = min(max(size_for_all_cores, 1), _LARGEST_GROUP_ON_CPU)
     return lax.platform_dependent(
         leaves,
         cpu=lambda leaves: cpu_reduction(_groups(leaves, size_on_cpu)),
-        tpu=lambda leaves: reduction(_groups(leaves, 1)),
-        default=lambda leaves: reduction(_groups(leaves, 4)),
+        tpu=lambda leaves: reduction(_groups(leaves, _GROUP_SIZE_ON_TPU)),
+        default=lambda leaves: reduction(_groups(leaves, _GROUP_SIZE_ON_GPU)),
     )
 
 
@@ -260,7 +266,7 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     # was off by 5e-4 of itself without rows, and by 2e-8 with them (on an x86 CPU).
     groups_in_rows: Groups = []
     for leaves in groups:
-        matrices_of_leaves = map(_rows, leaves)
+        matrices_of_leaves = map(_as_matrices, leaves)
         for matrices in zip(*matrices_of_leaves, strict=True):
             groups_in_rows.append(list(matrices))
     return _reduced_and_checked(groups_in_rows, _SQUARES, first_axis=1)
@@ -311,7 +317,7 @@ def _with_flag(combine: Callable) -> Callable:
     return combine_pairs
 
 
-def _rows(x: jax.Array) -> list[jax.Array]:
+def _as_matrices(x: jax.Array) -> list[jax.Array]:
     """Reshapes a leaf to a matrix, or to two with rows of different lengths.
 
     Up to `_LONGEST_ROW` numbers form a single row. For larger leaves, the length of a
@@ -346,11 +352,11 @@ def _square(x: jax.Array) -> jax.Array:
 def _magnitude(x: jax.Array) -> jax.Array:
     """Returns absolute values as float32, and infinity for numbers that are not finite.
 
-    A maximum would lose a NaN on CPU, but it keeps an infinity. A float64 number beyond
-    the range of float32 counts as the largest float32 number.
+    A maximum would lose a NaN on CPU, but it keeps an infinity. A finite float64 number
+    beyond float32's range becomes the largest float32 number.
     """
     magnitude = jnp.abs(x.astype(jnp.float32))
-    bounded = jnp.minimum(magnitude, validation.LARGEST)
+    bounded = jnp.minimum(magnitude, validation.LARGEST_FLOAT32)
     return jnp.where(lax.is_finite(x), bounded, jnp.inf)
 
 
@@ -410,6 +416,6 @@ def reduce_replicas(
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
-            "this step, nor a tuple of such axes, each once. Under jit alone, leave "
-            "axis_name out: the check already covers all devices"
+            "this step, nor a tuple of such axes without repetition. Under jit alone, "
+            "leave axis_name out: the check already covers all devices"
         ) from error

@@ -55,7 +55,7 @@ def _from_state_dict(stateful: Any, saved: Any) -> Any:
         raise ValueError(
             f"a saved {type(stateful).__name__} must hold arrays of the shapes that "
             f"its configuration gives them, {shapes}, got "
-            f"{messages.shown(saved_shapes)}. Restore it into one that has the "
+            f"{messages.shown(saved_shapes)}. Restore it into an instance with the "
             "configuration with which it was saved"
         )
     return stateful.replace(**saved)

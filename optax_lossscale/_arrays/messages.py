@@ -54,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def warn(text: str) -> None:
-    """Issues a warning that points to the innermost line outside of `LIBRARIES`.
+    """Issues a warning that points to the innermost line outside `LIBRARIES`.
 
     Does nothing while `diagnose` traces the function, because `diagnose` reports on
     dtypes itself.

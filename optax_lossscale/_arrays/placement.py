@@ -36,7 +36,7 @@ def varying_axes(x: jax.Array) -> frozenset:
     abstract: Any = jax.typeof(x)
     if hasattr(abstract, "vma"):
         return abstract.vma or frozenset()
-    # Newer versions of JAX have `manual_axis_type` instead of `vma`.
+    # Since jax 0.10, `manual_axis_type` has replaced `vma`.
     axes = abstract.manual_axis_type
     return getattr(axes, "varying", axes) or frozenset()
 

@@ -132,13 +132,13 @@ class Stateful(abc.ABC):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
-        cls._sort_fields()
+        cls._list_fields()
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
 
     @classmethod
-    def _sort_fields(cls) -> None:
+    def _list_fields(cls) -> None:
         """Lists the names of state and configuration, and the configuration's checks.
 
         `_checks` begins as a copy of the base class's, so a field that is declared
@@ -272,8 +272,8 @@ class Stateful(abc.ABC):
         names = ", ".join(sorted(class_of_name))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
-            f"'config', as from get_config(), got {messages.shown(config)}. There "
-            f"are {names}. Import the module that defines yours first"
+            f"'config', as from get_config(), got {messages.shown(config)}. The known "
+            f"classes are {names}. Import the module that defines yours first"
         )
 
     def _configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -320,9 +320,9 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
     old_shapes = list(map(np.shape, old_leaves))
     if structure != old_structure or shapes != old_shapes:
         raise TypeError(
-            f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
-            "configuration, with state of the same shapes: return self.replace(…) from "
-            f"{method}. Got {messages.shown(new)}"
+            f"the {old._kind} that {type(old).__name__}.{method} returns must have the "
+            "class and configuration of the old one, and state of the same shapes. "
+            f"Make it with self.replace(…). Got {messages.shown(new)}"
         )
 
 

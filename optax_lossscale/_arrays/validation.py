@@ -29,8 +29,8 @@ from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 # The smallest normal and the largest float32 number
-SMALLEST = float(np.finfo(np.float32).tiny)
-LARGEST = float(np.finfo(np.float32).max)
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 # The smallest positive Python float
 ABOVE_ZERO = math.ulp(0.0)
 # The largest float32 number below 1
@@ -71,11 +71,21 @@ def number_between(
     `allowed` describes the range in the error message.
     """
     if allowed is None:
-        allowed = f"a number between {least:.8g} and {most:.8g}"
+        allowed = f"a number between {_exact_text(least)} and {_exact_text(most)}"
     x = python_number(value)
     if x is None or not least <= x <= most:
         refuse(name, value, allowed)
     return float(x)
+
+
+def _exact_text(bound: float) -> str:
+    """Returns all digits of a bound, or `2**-126` and the like if that is shorter."""
+    digits = str(bound)
+    mantissa, exponent = math.frexp(bound)
+    if mantissa != 0.5:
+        return digits
+    power = f"2**{exponent - 1}"
+    return min(digits, power, key=len)
 
 
 def int_between(name: str, value: Any, *, least: int, most: int) -> int:
@@ -88,19 +98,23 @@ def int_between(name: str, value: Any, *, least: int, most: int) -> int:
 
 count = partial(int_between, least=0, most=LARGEST_INT)
 positive_int = partial(int_between, least=1, most=LARGEST_INT)
-scale = partial(number_between, least=SMALLEST, most=LARGEST)
+scale = partial(number_between, least=SMALLEST_NORMAL, most=LARGEST_FLOAT32)
 finite = partial(
-    number_between, least=-LARGEST, most=LARGEST, allowed="a finite number"
+    number_between,
+    least=-LARGEST_FLOAT32,
+    most=LARGEST_FLOAT32,
+    allowed="a finite number in float32's range",
 )
 positive = partial(
-    number_between, least=ABOVE_ZERO, most=LARGEST, allowed="a positive number"
+    number_between,
+    least=ABOVE_ZERO,
+    most=LARGEST_FLOAT32,
+    allowed="a positive number in float32's range",
 )
-growth_factor = partial(
-    number_between, least=1, most=LARGEST, allowed=f"a number from 1 to {LARGEST:.4g}"
-)
+growth_factor = partial(number_between, least=1, most=LARGEST_FLOAT32)
 backoff_factor = partial(
     number_between,
-    least=SMALLEST,
+    least=SMALLEST_NORMAL,
     most=1,
     allowed="a number in (0, 1], normal in float32",
 )
@@ -119,13 +133,12 @@ def check_bounds(
     is_high = max_scale is not None and initial_scale > max_scale
     if not is_low and not is_high:
         return
-    least = "0"
-    most = "infinity"
+    bounds = []
     if min_scale is not None:
-        least = f"{user_name('min_scale')}={min_scale!r}"
+        bounds.append(f"at least {user_name('min_scale')}={min_scale!r}")
     if max_scale is not None:
-        most = f"{user_name('max_scale')}={max_scale!r}"
-    refuse("initial_scale", initial_scale, f"between {least} and {most}")
+        bounds.append(f"at most {user_name('max_scale')}={max_scale!r}")
+    refuse("initial_scale", initial_scale, " and ".join(bounds))
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:

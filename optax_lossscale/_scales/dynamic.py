@@ -172,6 +172,6 @@ class DynamicLossScale(LossScale):
         scale = self()
         product = precise_product(scale, factor)
         clipped = jnp.clip(product, self.min_scale, self.max_scale)
-        is_large_enough = clipped >= validation.SMALLEST
-        is_small_enough = clipped <= validation.LARGEST
+        is_large_enough = clipped >= validation.SMALLEST_NORMAL
+        is_small_enough = clipped <= validation.LARGEST_FLOAT32
         return jnp.where(is_large_enough & is_small_enough, clipped, scale)

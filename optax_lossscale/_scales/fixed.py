@@ -29,14 +29,14 @@ class FixedLossScale(LossScale):
 
     Use it if you have measured a scale at which gradients neither overflow nor
     underflow. Where they do overflow, the scale stays as it is, and every such step is
-    skipped. A number is short for this loss scale: `with_loss_scale(optimizer, 1024)`.
+    skipped. You can pass a number instead: `with_loss_scale(optimizer, 1024)`.
 
     `update` does not check the gradients. `with_loss_scale` still does, and skips steps
     that are not finite, unless `skip=None`. A compiled step contains the scale as a
     constant, and a scale of 1 compiles to no scaling at all.
 
     Args:
-      scale: from 1.18e-38 to 2**126, so that it and its reciprocal are normal float32
+      scale: from 2**-126 to 2**126, so that it and its reciprocal are normal float32
         numbers.
 
     Raises:
@@ -59,7 +59,7 @@ class FixedLossScale(LossScale):
 
     def __init__(self, scale: float):
         number = validation.number_between(
-            "scale", scale, least=validation.SMALLEST, most=_MAX_INVERTIBLE
+            "scale", scale, least=validation.SMALLEST_NORMAL, most=_MAX_INVERTIBLE
         )
         super().__init__(number)
 

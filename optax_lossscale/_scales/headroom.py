@@ -1,21 +1,12 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
 At each step, the rule reads the *size* of the largest gradient: the exponent of the
-next larger power of two. It remembers the largest size of recent steps, and chooses the
-scale that keeps a gradient of this size `margin` bits below 2**16, where float16
-overflows. For example, a gradient of 2**-9 has the size -8. With a margin of 1 bit, the
-scale becomes 2**(16 - 1 + 8) = 2**23.
+next larger power of two. A gradient of 2**-9, for example, has the size -8. Float16
+overflows at 2**16, so with a margin of 1 bit, the scale for this size is
+2**(16 - 1 + 8) = 2**23.
 
-Three words in this file have a meaning of their own:
-
-- The *reserve* is a number of bits by which the scale is lowered further, after
-  overflows that the measured gradients do not explain. Only the gradients of the
-  parameters are measured, and those inside the model may be larger.
-- The *memory* is the number of steps in which the remembered size and the reserve decay
-  by a bit or more, unless a step confirms them. It is short at first, and each run of
-  overflows lengthens it. While all gradients are zero, both decay at most 1/64 as fast.
-- An overflow is *excused* if it does not lower the scale, because batches have been
-  found to overflow at any scale.
+The docstring of `HeadroomLossScale` has the whole rule. It also defines the *memory*,
+the *reserve*, and what it means to *excuse* an overflow.
 """
 
 from typing import Any, Self
@@ -54,7 +45,9 @@ _EXCUSED_STEPS = 64
 _SHORTEST_MEMORY = 32
 # Overflows that recur less often than this cost less than 1 step in 512.
 _LONGEST_MEMORY = 512
-# Replaces a memory of 0, so that the first measurement replaces the initial scale.
+# Replaces a memory of 0, which lasts until the first overflow or measured step. If the
+# measured step comes first, the remembered size falls by 1000 bits or more, so that the
+# measured one replaces it.
 _FIRST_MEMORY = 1e-3
 # Each measured step adds this to a memory below `_SHORTEST_MEMORY`.
 _LENGTHENING = 2
@@ -73,33 +66,42 @@ class HeadroomLossScale(LossScale):
 
     Use it for short runs, and for gradients that jump in size or are zero at most
     steps. If gradients inside the model are larger than those of its parameters,
-    `DynamicLossScale` skips fewer steps. Wherever a run starts, the scale is right
-    after a few steps.
+    `DynamicLossScale` skips fewer steps.
 
-    The rule remembers the size of the largest recent gradient, and chooses the scale
-    that keeps a gradient of this size `margin` bits below overflow. It forgets old
-    sizes slowly, so that the scale can rise again.
+    Usually, the first finite step with nonzero gradients sets the scale, wherever a run
+    starts. But after an earlier overflow that is not due to large gradients, a scale
+    that is too low rises slowly: by 20 bits in about 350 steps.
+
+    The rule remembers the *size* of the largest recent gradient: the least integer for
+    which the gradient is below `2**size`. It chooses the scale that keeps a gradient of
+    this size `margin` bits below 2**16, where float16 overflows. While gradients are
+    smaller, the remembered size falls, so that the scale can rise again. The *memory*
+    is the number of steps in which it falls by about a bit, or by more if gradients are
+    much smaller. Runs of overflows lengthen the memory, up to a limit.
 
     An overflow has one of two causes: some gradient is too large for the scale, or the
-    batch itself produces a NaN or an infinity. At first, the rule assumes the former:
-    each overflow in a row lowers the scale by another 1, 2, 4, 8, … bits. Their sum is
-    the *reserve*. It shrinks while steps are finite, and is dropped as soon as a
-    measured gradient is large enough to explain the overflow. If the reserve has
-    reached 32 bits, and no such gradient follows, the batch is taken to be at fault:
-    the next finite step drops the reserve, and the next 64 overflows are excused, that
-    is, they do not lower the scale.
+    batch itself produces a NaN or an infinity. At first, the rule assumes the former.
+    An infinity does not show by how much the scale is too large, so overflows in a row
+    lower it by more and more bits, up to about 32 at a time. The sum of these bits, the
+    *reserve*, shrinks while steps are finite, and is dropped as soon as a measured
+    gradient is large enough to explain the overflow. There may be no such gradient,
+    because only the gradients of parameters are measured, and those inside the model
+    may be larger. But if the reserve becomes very deep, and the next finite step has no
+    such gradient, the batch is taken to be at fault: this step drops the reserve, and a
+    number of later overflows are *excused*, that is, they do not lower the scale.
 
-    In the following pseudocode, `size` is the least integer for which the step's
-    largest gradient is below `2**size` (the exponent that `frexp` returns), `largest`
-    is the remembered size, and `memory` is the number of steps in which `largest` and
-    `reserve` fall by at least one bit::
+    If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
+    may have underflowed. So the scale rises at such steps, too, but far more slowly.
+
+    At each step, where `size` is that of the largest gradient, and `largest` is the
+    remembered size::
 
         if grads_overflow:
             overflows += 1
             if overflows == 1: memory = clip(2 * memory, 32, 512)
             if overflows >= 1: reserve = ceil(reserve + min(reserve + 1, 32))
         elif all gradients are zero:
-            fall = 1 / (64 * max(memory, 32))
+            fall = 1 / (64 * max(memory, 32))   # 1 bit in 2048 to 32,768 steps
             largest -= fall
             fade(fall)
         else:
@@ -110,7 +112,8 @@ class HeadroomLossScale(LossScale):
             fall = (1 + max(largest - size, 0) / 10) / max(memory, 1e-3)
             largest = max(size, largest - fall)
             memory = memory + 2 if memory < 32 else max(memory * (1 - 1 / 4096), 32)
-        loss_scale = 2 ** floor(16 - margin - largest - reserve)
+        largest = clip(largest, -84 - margin, 116 - margin)
+        loss_scale = 2 ** max(floor(16 - margin - largest - reserve), -100)
 
     where `fade(fall)` is::
 
@@ -121,15 +124,9 @@ class HeadroomLossScale(LossScale):
             reserve = max(reserve - (1 + reserve) * fall, 0)
             overflows = min(overflows, 0)
 
-    The memory begins at 0, and each measured step lengthens it up to 32. Each run of
-    overflows doubles it, to at least 32 and at most 512, from where it slowly shrinks
-    back to 32. While all gradients are zero, `largest` and `reserve` fall at most 1/64
-    as fast.
-
-    If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
-    may have underflowed. So the scale grows at such steps, but slowly: without a
-    reserve, by one bit in 2048 to 32,768 of them, depending on the memory. The scale is
-    a power of two between 2**-100 and 2**100.
+    When a run begins, `largest` is `16 - margin - log2(initial_scale)`, and `memory`,
+    `reserve` and `overflows` are 0. The scale is always a power of two between 2**-100
+    and 2**100.
 
     Args:
       initial_scale: the initial loss scale, from 2**-100 to 2**100, rounded down to a
@@ -140,7 +137,8 @@ class HeadroomLossScale(LossScale):
     Attributes:
       spare_bits: by how many bits a gradient of the remembered size could grow without
         an overflow. The number is the sum of the margin, the reserve, and the fraction
-        of a bit by which the scale is rounded down; float32, shape ().
+        of a bit by which the scale is rounded down, unless the reserve would lower the
+        scale below 2**-100; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -167,7 +165,7 @@ class HeadroomLossScale(LossScale):
     )
     margin: int = checked(validation.int_between, least=0, most=24, default=1)
     spare_bits: jax.Array = state_field()
-    # As in the rule above: the reserve in bits, the memory in steps, and the overflows
+    # As in the pseudocode: the reserve in bits, the memory in steps, and the overflows
     # since the last finite step, or -n while n more are excused
     _reserve: jax.Array = state_field(0.0)
     _memory: jax.Array = state_field(0.0)
@@ -223,12 +221,7 @@ class HeadroomLossScale(LossScale):
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
     def _after_overflow(self) -> Self:
-        """Lowers the scale after an overflow.
-
-        An infinity does not show by how much the scale is too large, so the reserve
-        grows by 1, 2, 4, 8, … bits, unless the overflow is excused. The first overflow
-        of a run lengthens the memory.
-        """
+        """Lowers the scale after an overflow, or excuses the overflow."""
         is_excused = self._overflows < 0
         increment = jnp.minimum(self._reserve + 1, _DEEP_BITS)
         deeper_reserve = jnp.ceil(self._reserve + increment)
@@ -243,11 +236,7 @@ class HeadroomLossScale(LossScale):
         return new.replace(_memory=memory)
 
     def _after_nonzero_step(self, largest_gradient: jax.Array) -> Self:
-        """Adapts the scale to a finite step whose largest gradient is not zero.
-
-        While the memory is 0, as at the first step, the old size falls by 1000 bits or
-        more, so that the new one replaces it.
-        """
+        """Adapts the scale to a finite step whose largest gradient is not zero."""
         _, exponent = jnp.frexp(largest_gradient)
         size = exponent.astype(jnp.float32)
         memory = jnp.maximum(self._memory, _FIRST_MEMORY)
@@ -274,11 +263,7 @@ class HeadroomLossScale(LossScale):
         return jnp.where(is_short, longer, shorter)
 
     def _after_zero_step(self) -> Self:
-        """Raises the scale after a step whose gradients are all zero.
-
-        They may all have underflowed, but usually they have not, so the scale rises far
-        more slowly than after a step whose gradients are small, but not zero.
-        """
+        """Raises the scale a little after a step whose gradients are all zero."""
         memory = jnp.maximum(self._memory, _SHORTEST_MEMORY)
         fall = 1 / (_ZERO_STEPS * memory)
         fallen = self._largest() - fall
@@ -287,9 +272,8 @@ class HeadroomLossScale(LossScale):
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
-        The reserve shrinks by `fall * (1 + reserve)`, and not by `fall * reserve`, so
-        that it reaches 0. A deep reserve has not helped, so the batch was at fault: the
-        reserve becomes 0, and further overflows are excused.
+        This is `fade` in the pseudocode. The reserve shrinks by `fall * (1 + reserve)`,
+        and not by `fall * reserve`, so that it reaches 0.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall

@@ -91,15 +91,15 @@ class LogMaxLossScale(LossScale):
     max_scale: float = checked(validation.scale, default=2.0**24)
     log_max: float = checked(
         validation.number_between,
-        least=-validation.LARGEST,
+        least=-validation.LARGEST_FLOAT32,
         most=60,
-        allowed="a number of at most 60",
+        allowed="a number of at most 60, in float32's range",
         default=16.0,
     )
     beta1: float = checked(_decay, default=0.99)
     beta2: float = checked(_decay, default=0.999)
     overflow_std_dev: float = checked(
-        validation.number_between, least=0, most=1e6, default=3.09
+        validation.number_between, least=0, most=10**6, default=3.09
     )
     mean: jax.Array = state_field(0.0)
     slow_mean: jax.Array = state_field(0.0)
@@ -121,7 +121,7 @@ class LogMaxLossScale(LossScale):
     ) -> tuple[Self, jax.Array]:
         largest_gradient = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(largest_gradient)
-        positive = jnp.maximum(largest_gradient, validation.SMALLEST)
+        positive = jnp.maximum(largest_gradient, validation.SMALLEST_NORMAL)
         x = jnp.where(finite, jnp.log2(positive), self._x_of_overflow())
         return self._observe(x), finite
 

@@ -67,7 +67,8 @@ class LossScale(Stateful):
       loss_scale: the current loss scale; float32, shape ().
 
     Raises:
-      ValueError: if `initial_scale` is not a positive, normal float32 number.
+      ValueError: if `initial_scale` is not a number in the range of float32's positive,
+        normal numbers.
 
     Example:
       A scale that halves at an overflow and grows by 1% at any other step:
@@ -232,7 +233,7 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """Packs scalars into one array, and returns them read back from it.
 
     On CPU, kernels compile faster if they have fewer arguments. On GPU, as compiled
-    programs show, the packing would make XLA merge the kernels of several leaves. We
-    expect merged kernels to take longer to compile (not timed).
+    programs show, the packing would make XLA merge the kernels of several leaves, and
+    merged kernels may take longer to compile.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))

@@ -1,10 +1,8 @@
 """The loss scale that tolerates a share of overflows before it backs off.
 
-The rule counts the steps since the scale last changed, and the overflows since it last
-backed off. It backs off at an overflow only if overflows / steps is at least
-`tolerance`. For example, with a tolerance of 0.5, the scale backs off if the second
-step of training overflows, but not if the third is the first to overflow. With a
-tolerance of 0, it backs off at every overflow.
+For example, with a tolerance of 0.5, the scale backs off if the second step of training
+overflows, but not if the third is the first to overflow: then only 1 step in 3 has
+overflowed. With a tolerance of 0, the scale backs off at every overflow.
 """
 
 from typing import Self
@@ -59,10 +57,10 @@ class ToleranceLossScale(LossScale):
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      steps: steps since the scale last grew or backed off, or was kept from it by a
-        bound; int32, shape ().
-      overflows: overflows since the scale last backed off, or was kept from it by
-        `min_scale`; int32, shape ().
+      steps: steps since the scale last changed, or would have changed but for a bound;
+        int32, shape ().
+      overflows: overflows since the last back-off, whether or not `min_scale` prevented
+        it; int32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -114,7 +112,7 @@ class ToleranceLossScale(LossScale):
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         product = precise_product(scale, self.factor)
-        is_in_range = product <= validation.LARGEST
+        is_in_range = product <= validation.LARGEST_FLOAT32
         grown = jnp.where(is_in_range, product, scale)
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
@@ -134,10 +132,9 @@ class ToleranceLossScale(LossScale):
         share = jnp.divide(overflows, steps)
         backs_off = share >= self.tolerance
         lowered = precise_product(scale, 1 / self.factor)
-        if self.threshold is not None:
+        if self.threshold is not None:  # a lower scale rises to it
             lowered = jnp.maximum(lowered, self.threshold)
         exhausted = backs_off & (lowered <= self.min_scale)
-        # A scale below `threshold` rises to it.
         is_rescaled = backs_off & ~exhausted
         return self.replace(
             loss_scale=jnp.where(is_rescaled, lowered, scale),

@@ -77,7 +77,7 @@ class SpikeSkipRule(SkipRule):
             value = jnp.float32(0)  # not a spike, as only positive numbers can be
         numbers = jnp.stack([norm, value])
         is_positive = numbers > 0
-        positive = jnp.maximum(numbers, validation.SMALLEST)
+        positive = jnp.maximum(numbers, validation.SMALLEST_NORMAL)
         logs = jnp.log2(positive)
         limits = self._limits()
         is_above = logs > limits

@@ -78,7 +78,7 @@ class MovingAverageSkipRule(SkipRule):
 
     mean_factor: float = checked(validation.positive)
     stddev_factor: float = checked(
-        validation.number_between, least=0, most=validation.LARGEST
+        validation.number_between, least=0, most=validation.LARGEST_FLOAT32
     )
     min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
@@ -97,7 +97,7 @@ class MovingAverageSkipRule(SkipRule):
         is_usual = norm < self._threshold()
         # An infinite square would make all later thresholds infinite.
         square = jnp.square(norm)
-        square = jnp.minimum(square, validation.LARGEST)
+        square = jnp.minimum(square, validation.LARGEST_FLOAT32)
         updated = self.replace(
             count=optax.safe_increment(self.count),
             mean=self._averaged(self.mean, norm),

@@ -13,11 +13,6 @@ import numpy as np
 import optax
 from numpy.lib.stride_tricks import sliding_window_view
 
-try:
-    from matplotlib.figure import Figure
-except ModuleNotFoundError:
-    sys.exit("The demo needs matplotlib: pip install 'optax_lossscale[demo]'")
-
 import optax_lossscale as ols
 from optax_lossscale import plot
 from optax_lossscale.demo import _model, _text
@@ -111,6 +106,15 @@ def draw(name, history, loss_axes, scale_axes):
     plot.loss_scale(history, scale_axes, color=color, lw=width, alpha=0.5)
 
 
+def new_figure():
+    """Returns an empty figure, or exits with an error if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        sys.exit("The demo needs matplotlib: pip install 'optax_lossscale[demo]'")
+    return Figure(figsize=(7, 5.5), layout="constrained")
+
+
 def main(arguments=None):
     """Trains the model once for each run, prints a table, and saves a plot."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,7 +122,7 @@ def main(arguments=None):
     steps = parser.parse_args(arguments).steps
     if steps < 1:
         parser.error(f"--steps must be at least 1, got {steps}")
-    figure = Figure(figsize=(7, 5.5), layout="constrained")
+    figure = new_figure()
     loss_axes, scale_axes = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     loss_axes.set(
         title="The loss is divided by 1024, so gradients underflow in float16.",

@@ -146,7 +146,9 @@ def test_a_config_that_no_get_config_made_is_refused(config):
 
 
 def test_a_class_makes_only_its_own_kind_from_a_config():
-    with pytest.raises(ValueError, match=r"'FixedLossScale'.* There are Dyn"):
+    with pytest.raises(
+        ValueError, match=r"'FixedLossScale'.* The known classes are Dyn"
+    ):
         ols.DynamicLossScale.from_config(ols.FixedLossScale(1).get_config())
 
 

@@ -115,7 +115,7 @@ def test_a_wrong_argument_is_named_as_the_user_named_it(name):
 
 
 def test_an_error_about_two_arguments_names_both_as_the_user_did():
-    said = "loss_scale must be between min_loss_scale=2.0 and infinity, got 1.0"
+    said = "loss_scale must be at least min_loss_scale=2.0, got 1.0"
     with pytest.raises(ValueError, match=said):
         presets.jmp(1.0, min_loss_scale=2.0)
     with pytest.raises(ValueError, match="scale_min must be"):
@@ -460,6 +460,6 @@ def test_a_factor_whose_reciprocal_is_subnormal_is_refused_by_its_own_name(
     preset, factor
 ):
     with pytest.raises(
-        ValueError, match=rf"^{factor} must be a number from 1 to 2\*\*126"
+        ValueError, match=rf"^{factor} must be a number between 1 and 2\*\*126"
     ):
         getattr(presets, preset)(**{factor: 1e38})

@@ -1,5 +1,7 @@
 """What an argument may be, and that an error about it says so in few words."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,26 @@ def test_what_is_no_number_that_fits_is_refused_with_what_is_allowed_and_what_wa
 def test_a_traced_number_is_refused():
     with pytest.raises(ValueError, match="initial_scale must be a number"):
         jax.jit(lambda x: ols.DynamicLossScale(x)())(8.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ols.FixedLossScale,
+        lambda x: ols.DynamicLossScale(x, min_scale=None),
+        lambda x: ols.DynamicLossScale(growth_factor=x),
+        ols.HeadroomLossScale,
+        lambda x: ols.presets.LogMaxLossScale(beta1=x),
+        lambda x: ols.presets.LogMaxLossScale(overflow_std_dev=x),
+        lambda x: ols.presets.openseq2seq_logmax(scale_min=x, scale_max=0.3),
+    ],
+)
+def test_the_bounds_that_an_error_names_are_allowed(make):
+    with pytest.raises(ValueError, match="must be a number") as error:
+        make(-1.0)
+    least, most = re.search(r"between (\S+) and (\S+), got", str(error.value)).groups()
+    make(eval(least))
+    make(eval(most))
 
 
 LONG = {

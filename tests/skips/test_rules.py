@@ -266,7 +266,7 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
         ("SpikeSkipRule", "a skip rule's config must be a dict with the keys"),
         (
             {"class_name": "spikes", "config": {}},
-            "got .*'spikes'.* There are .*Spi",
+            "got .*'spikes'.* The known classes are .*Spi",
         ),
         ({"class_name": "DynamicLossScale", "config": {}}, "a skip rule's config must"),
         ({"class_name": "SkipRule", "config": {}}, "a skip rule's config must"),
@@ -331,7 +331,9 @@ def test_a_rule_whose_state_changes_shape_is_refused():
         def decide(self, norm, value):
             return self.replace(seen=self.seen + jnp.ones(3)), True
 
-    with pytest.raises(TypeError, match=r"Growing must adapt .* of the same shapes"):
+    with pytest.raises(
+        TypeError, match=r"Growing\.decide returns .* of the same shapes"
+    ):
         Growing().update(1.0)
 
 

@@ -103,7 +103,7 @@ def test_private_classes_are_no_loss_scales_to_ask_for():
     private = {"class_name": "_TracedLossScale", "config": {}}
     with pytest.raises(ValueError, match="a loss scale's config must be") as error:
         ols.get(private)
-    _, known = str(error.value).split("There are")
+    _, known = str(error.value).split("The known classes are")
     assert "DynamicLossScale" in known
     assert "_TracedLossScale" not in known
 

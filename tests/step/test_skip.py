@@ -604,7 +604,7 @@ def test_a_rule_that_becomes_another_is_refused():
             return skips.megatron(1.0), norm > 0
 
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=Other())
-    with pytest.raises(TypeError, match=r"return self\.replace\(…\) from decide"):
+    with pytest.raises(TypeError, match=r"Other\.decide returns .*self\.replace\(…\)"):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
 

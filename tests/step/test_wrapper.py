@@ -659,7 +659,8 @@ def test_a_strategy_that_returns_something_else_is_refused(returned):
 
     tx = ols.with_loss_scale(optax.sgd(0.1), Forgetful())
     with pytest.raises(
-        TypeError, match=r"Forgetful must adapt to a loss scale of its own type"
+        TypeError,
+        match=r"Forgetful\.adjust returns must have the class and configuration of",
     ):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
@@ -673,7 +674,9 @@ def test_the_error_names_the_method_that_returned_something_else():
             return LS, True
 
     tx = ols.with_loss_scale(optax.sgd(0.1), Measuring())
-    with pytest.raises(TypeError, match=r"return self\.replace\(…\) from update\."):
+    with pytest.raises(
+        TypeError, match=r"Measuring\.update returns .*self\.replace\(…\)\."
+    ):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -737,7 +740,9 @@ def test_a_strategy_whose_state_changes_shape_is_refused_at_that_step():
             return self.replace(loss_scale=self.loss_scale * jnp.ones(1))
 
     tx = ols.with_loss_scale(optax.sgd(0.1), Growing())
-    with pytest.raises(TypeError, match=r"Growing must adapt .* of the same shapes"):
+    with pytest.raises(
+        TypeError, match=r"Growing\.adjust returns .* of the same shapes"
+    ):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
 
