@@ -4,9 +4,6 @@ The step is run where it should be skipped: at loss scales so large that gradien
 overflow, and with a NaN in its batch. Its *carry*, that is, what it passes on to the
 next step, such as parameters and moments, should come back unchanged from such a run.
 `_carry.py` explains how the carry is found.
-
-Each private function that reports a fault returns the text of the error, or an empty
-string if there is no such fault.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -72,7 +69,7 @@ def assert_survives_overflow(
     autoencoder's prediction, and a loss that is multiplied by a weight, if that weight
     is an array among the arguments.
 
-    An output that small changes do not reach is not judged. An example is a running
+    An output that small changes do not reach is not checked. An example is a running
     maximum that is still 0, below the numbers of the batch. Test such a step with a
     later state, in which the maximum is above them.
 
@@ -97,7 +94,7 @@ def assert_survives_overflow(
         next two, names the outputs concerned, if any, and suggests a fix.
       AssertionError: if the step is not skipped at an overflow, the skip is not
         counted, or the loss scale does not adapt.
-      AssertionError: if the optimizer's state does not come back, or replicas differ.
+      AssertionError: if the optimizer's state is not returned, or replicas differ.
       ValueError: if the arguments hold no loss scale, or several.
       ValueError: if the step passes neither an array of floats nor a loss scale on to
         the next step. Let it return its new parameters and state.

@@ -10,9 +10,6 @@ The step is run in three situations, in which a correct step does the following:
 
 The float32 weights of `with_master_weights` are also compared with the float16
 parameters, which must be what these weights round to.
-
-`_first_fault` looks for one kind of fault after the other and reports only the first,
-because it may have caused the others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -164,11 +161,7 @@ def assert_scale_invariant(
 
 
 def _first_fault(experiment: Experiment, ignore: str | Collection[str]) -> str:
-    """Returns the text of the error for the first fault, or "" if there is none.
-
-    The text names the outputs concerned, gives the reason, and suggests a fix. Each
-    function below that reports a fault returns such a text, or "".
-    """
+    """Returns the text of the error for the first fault, or "" if there is none."""
     trials = trials_at_falling_scales(experiment)
     overflow_trials = experiment.overflow_trials
     fault = scale_not_adapted(overflow_trials) or _rarely_applied(experiment, trials)
@@ -365,8 +358,8 @@ def _before_growth(loss_scale: LossScale) -> LossScale:
 
 _RARELY_APPLIED = """\
 the step is applied at {times} of the loss scales tried, though its outputs are finite.
-So gradients are multiplied by another scale than that of the state that the step is
-given, such as the scale of another optimizer or an older state. Use
+Most likely, gradients are multiplied by another scale than that of the state that the
+step is given, such as the scale of another optimizer or an older state. Use
 value_and_scaled_grad(loss_fn, state) inside the step."""
 _DIVIDED = """\
 the step depends on the loss scale: gradients are divided by it once too often.

@@ -1,13 +1,10 @@
 """Checks of a step at loss scales so large that gradients overflow.
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
-its carry, that is, of what it passes on to the next step, as it was. At an infinite
-loss scale, all gradients but zeros overflow. So a step that is applied even there does
-not multiply by its loss scale, replaces infinities before they are checked, checks
-nothing, or has gradients that are all zero.
-
-A function that reports a fault returns the text of the error, which names the outputs
-concerned and suggests a fix. If there is no such fault, it returns an empty string.
+its carry (see `_carry.py`) as it was. At an infinite loss scale, all gradients but
+zeros overflow. So a step that is applied even there does not multiply by its loss
+scale, replaces infinities before they are checked, checks nothing, or has gradients
+that are all zero.
 """
 
 from optax_lossscale._scales.fixed import FixedLossScale
