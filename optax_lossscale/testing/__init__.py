@@ -17,8 +17,8 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
   because the gradients were never scaled. It needs a loss scale that adapts.
 - `assert_survives_overflow` finds what a skipped step changes by mistake, for example
   batch statistics. It also accepts a fixed loss scale, or None, as in bfloat16.
-- `assert_computes_in` finds matrix products and convolutions in another dtype than you
-  meant, for example because one input is in float32.
+- `assert_computes_in` finds matrix products and convolutions that do not compute in the
+  dtype that you meant, for example because one input is in float32.
 """
 
 # `assert_computes_in` reads the step's traced program, and runs nothing.
@@ -33,11 +33,12 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 #   and `_dependence.py` finds differences that underflow does not explain.
 # `assert_scale_invariant` checks both, and also master weights, and a step at which the
 # loss scale grows. `assert_survives_overflow` checks only the first, but also with a
-# NaN in the batch, and checks that devices hold equal copies and the state comes back.
+# NaN in the batch, and checks that devices hold equal copies and the state is returned.
 #
 # Each check is a function that returns the text of an error, or "" if it finds nothing.
-# One mistake often causes what several checks find, so an assertion raises only the
-# first text that is not empty. A new check goes into `_first_fault` or
+# The first line of a text says what was found; the next ones name the outputs concerned
+# and suggest a fix. One mistake often causes what several checks find, so an assertion
+# raises only the first text that is not empty. A new check goes into `_first_fault` or
 # `assert_survives_overflow`, before the checks that may find consequences of its fault.
 
 from optax_lossscale._arrays.names import make_public

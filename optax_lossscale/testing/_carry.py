@@ -87,8 +87,8 @@ _Structure = frozenset[tuple[Path, int]]
 def find_carry(experiment: Experiment) -> Carry:
     """Finds all outputs that are new values of arguments.
 
-    Raises a `ValueError` if there are none, and the step is silent: it returns neither
-    a loss scale that adapts nor a `LossScaleState`.
+    Raises a `ValueError` if there are none, and the step is silent (see
+    `Trial.is_silent`).
     """
     baseline = experiment.baseline
     scores = _scores(experiment.perturbed_pairs)
@@ -98,8 +98,8 @@ def find_carry(experiment: Experiment) -> Carry:
     carry = _with_trees(carry, scores, experiment)
     if not carry and baseline.is_silent:
         raise ValueError(
-            "nothing that the step is given comes back from it. Return its new "
-            "parameters and state, or change them in place, so that they can be judged"
+            "no output of the step is the new value of an argument. Return the new "
+            "parameters and state, or change them in place, so that they can be checked"
         )
     return carry
 
@@ -259,7 +259,7 @@ def _with_trees(
 
 
 def _leaf_pairs(output: Path, argument: Path, structure: _Structure) -> Carry:
-    """Pairs each array in an output tree with the one in its place in an argument tree."""
+    """Pairs each array in an output tree with that in its place in an argument tree."""
     return {output + subpath: argument + subpath for subpath, _ in structure}
 
 

@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.dtypes import Operation, dtype_report, rows_of
 def assert_computes_in(
     step: Callable[..., Any], dtype: DTypeLike, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Raises if a training step computes matrix products or convolutions in another dtype.
+    """Raises if a step's matrix products or convolutions compute in another dtype.
 
     A model whose parameters are cast to float16 may still compute in float32: a single
     float32 input is enough. The loss does not reveal this, only the time that a step
@@ -66,7 +66,7 @@ def assert_computes_in(
       >>> ols.testing.assert_computes_in(step, jnp.float16, half, x)
       Traceback (most recent call last):
           ...
-      AssertionError: 2 of 2 matrix products and convolutions compute in another dtype than...
+      AssertionError: 2 of 2 matrix products and convolutions do not compute in...
     """
     validation.check_function("step", step)
     dtype = validation.floating_dtype("dtype", dtype)
@@ -74,7 +74,7 @@ def assert_computes_in(
     checked = [product for product in report.products if _is_checked(product, dtype)]
     if not checked:
         raise ValueError(
-            "there is no matrix product or convolution to judge: pass the training "
+            "there is no matrix product or convolution to check: pass the training "
             f"step, or the function that computes its gradients. This one has\n{report}"
         )
     wrong = [product for product in checked if product.dtype != dtype]
@@ -101,14 +101,14 @@ def _is_checked(product: Operation, dtype: np.dtype) -> bool:
 
 
 _WRONG = """\
-{number} of {total} matrix products and convolutions compute in another dtype than {dtype}:
+{number} of {total} matrix products and convolutions do not compute in {dtype}:
 {rows}
 The first of them in the program is at {source}.
-A product is computed in the wider dtype of its two operands, or in float32 if one operand is
-float16 and the other is bfloat16.
-- Call the loss function through ols.autocast, which computes the products of a float32 model in
-  16 bits.
-- Or cast both operands to {dtype}, or give the module dtype=jnp.{dtype}. If the list shows
-  float16→float32 for one operand, cast the other.
+A product computes in the wider dtype of its two operands, or in float32 if one operand
+is float16 and the other is bfloat16.
+- Call the loss function through ols.autocast, which computes the products of a float32
+  model in 16 bits.
+- Or cast both operands to {dtype}, or give the module dtype=jnp.{dtype}. If the list
+  shows float16→float32 for one operand, cast the other.
 - To keep a product wide, compute it with precision=jax.lax.Precision.HIGHEST or under
   jax.default_matmul_precision("highest")."""

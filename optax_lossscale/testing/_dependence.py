@@ -102,7 +102,9 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
 
 
 def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
-    """Whether each number underflows between two neighbouring scales; (scales - 1, numbers).
+    """Whether each number underflows between neighbouring scales.
+
+    The result is bool, of shape (scales - 1, numbers).
 
     A number underflows between two loss scales if, at the lower one only, it has the
     value that it has when all gradients underflow. An output that is a single number

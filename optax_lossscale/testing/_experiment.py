@@ -6,7 +6,6 @@ arguments, replaces the loss scale by 2**10, calls the step, and records what th
 returned and which arguments it changed in place.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
+from optax_lossscale._arrays import messages
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.validation import check_concrete
@@ -27,6 +27,7 @@ from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.nesting import name_in_optax
 from optax_lossscale._step.state import LossScaleState, loss_scales_in
+from optax_lossscale._step.stuck import LossScaleError
 from optax_lossscale.testing._numbers import (
     Path,
     arrays_in,
@@ -78,6 +79,7 @@ class Experiment:
         check_concrete(name, (args, kwargs))
         self._step = step
         self._arguments = {"args": args, "kwargs": kwargs}
+        self._step_error: Exception | None = None  # the last one that the step raised
         loss_scales = loss_scales_in(self._arguments)
         adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
@@ -120,11 +122,29 @@ class Experiment:
         if not _can_adapt(self.loss_scale):
             return [self.trial(self.loss_scale, is_infinite=True)]
         trials = [self.trial_at(_HIGH_EXPONENT)]
-        # A step may raise an error at infinity, for example by `raise_if_stuck`, or in
-        # a logger that converts the loss scale to an integer.
-        with contextlib.suppress(Exception):
+        try:
             trials.append(self.trial_at(np.inf))
+        except Exception as error:
+            # A step may raise an error at infinity, for example by `raise_if_stuck`, or
+            # in a logger that converts the loss scale to an integer. An error that the
+            # step did not raise is a bug of this package, and must not be hidden.
+            if error is not self._step_error:
+                raise
         return trials
+
+    def warn_of_error(self) -> None:
+        """Warns if the step raised an error, so that a trial was left out.
+
+        Only an error at an infinite loss scale gets this far. All others are passed on.
+        """
+        error = self._step_error
+        # `raise_if_stuck` raises a `LossScaleError` if gradients overflow or steps are
+        # skipped, as they should at an infinite loss scale.
+        if error is not None and not isinstance(error, LossScaleError):
+            messages.warn(
+                f"the step raised {messages.shown(error)} at an infinite loss scale, "
+                f"so it was tested only at loss scales up to 2**{_HIGH_EXPONENT}"
+            )
 
     @cached_property
     def perturbed_pairs(self) -> list[tuple[Trial, Trial]]:
@@ -228,7 +248,7 @@ class Experiment:
         NaNs and infinities raise no error, because they are expected in some trials.
         `metrics` shows the same loss scale in all trials, so that it does not count as
         an output that depends on the scale. If `is_infinite`, fixed loss scales are
-        infinite.
+        infinite. An error of the step is kept as `_step_error`, and passed on.
         """
         with (
             jax.debug_nans(False),
@@ -236,7 +256,13 @@ class Experiment:
             BLANK_METRICS(True),
             OVERFLOWS(is_infinite and self._has_fixed),
         ):
-            return self._step(*arguments["args"], **arguments["kwargs"])
+            try:
+                result = self._step(*arguments["args"], **arguments["kwargs"])
+                # An error in a callback may be raised only when outputs are ready.
+                return jax.block_until_ready(result)
+            except Exception as error:
+                self._step_error = error
+                raise
 
     def _values_of(self, loss_scale: LossScale) -> dict[Path, Any]:
         """Returns the leaves of a loss scale, by their paths among the arguments.

@@ -4,9 +4,6 @@ The step is run where it should be skipped: at loss scales so large that gradien
 overflow, and with a NaN in its batch. Its *carry*, that is, what it passes on to the
 next step, such as parameters and moments, should come back unchanged from such a run.
 `_carry.py` explains how the carry is found.
-
-Each private function that reports a fault returns the text of the error, or an empty
-string if there is no such fault.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -60,18 +57,19 @@ def assert_survives_overflow(
     change.
 
     The batch is assumed to be the first array of floats among the arguments that is not
-    passed on, leaving out single numbers, so let constants, such as class weights, come
-    after the batch. (JAX orders dicts and keyword arguments by name.) If there is no
-    such array, as with a batch of tokens, no NaN is tried.
+    passed on, and is neither a single number nor empty. So pass constants, such as
+    class weights, after the batch. (JAX orders dicts and keyword arguments by name.) If
+    there is no such array, as with a batch of tokens, no NaN is tried.
 
-    The step is run on copies of its arguments: at a loss scale of 1; with loss scales
-    at which gradients overflow, up to infinity; with a NaN in the batch; and twice for
-    each argument that holds floats, with small changes to it, which show what the step
-    passes on. An output that changes much as an argument does counts as its new value.
-    If it is not, list it in `ignore`. Examples are an autoencoder's prediction, and a
-    loss that is multiplied by a weight, if that weight is an array among the arguments.
+    The step is run on copies of its arguments: at its own loss scale, and at 1 if the
+    scale adapts; at loss scales where gradients overflow, up to infinity; with a NaN in
+    the batch; and twice for each argument that holds floats, with small changes to it,
+    which show what the step passes on. An output that changes much as an argument does
+    counts as its new value. If it is not, list it in `ignore`. Examples are an
+    autoencoder's prediction, and a loss that is multiplied by a weight, if that weight
+    is an array among the arguments.
 
-    An output that small changes do not reach is not judged. An example is a running
+    An output that small changes do not reach is not checked. An example is a running
     maximum that is still 0, below the numbers of the batch. Test such a step with a
     later state, in which the maximum is above them.
 
@@ -96,7 +94,7 @@ def assert_survives_overflow(
         next two, names the outputs concerned, if any, and suggests a fix.
       AssertionError: if the step is not skipped at an overflow, the skip is not
         counted, or the loss scale does not adapt.
-      AssertionError: if the optimizer's state does not come back, or replicas differ.
+      AssertionError: if the optimizer's state is not returned, or replicas differ.
       ValueError: if the arguments hold no loss scale, or several.
       ValueError: if the step passes neither an array of floats nor a loss scale on to
         the next step. Let it return its new parameters and state.
@@ -104,6 +102,8 @@ def assert_survives_overflow(
         outputs.
       TypeError: if the arguments are traced.
       TypeError: if the step has an argument named `ignore` that is not bound.
+      UserWarning: if no fault is found, but at an infinite loss scale, the step raises
+        an error other than the `LossScaleError` of `raise_if_stuck`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -118,7 +118,7 @@ def assert_survives_overflow(
       >>> ols.testing.assert_survives_overflow(wrong, params, mean, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step does not survive an overflow, or its devices drift apart. At...
+      AssertionError: an overflow changes what the step passes on...
 
       The error names `result[1]`, the mean. In its place, a correct step returns
       `ols.where_applied(state, 0.9 * mean + 0.1 * jnp.mean(x), mean)`.
@@ -143,7 +143,8 @@ def assert_survives_overflow(
         or _nan_not_skipped(experiment, carry, checked)
     )
     if fault:
-        raise AssertionError(f"{_HEADLINE} {fault}")
+        raise AssertionError(fault)
+    experiment.warn_of_error()
 
 
 def _state_not_returned(experiment: Experiment) -> str:
@@ -207,16 +208,22 @@ def _batch_in(experiment: Experiment, carry: Carry) -> Path | None:
     return None
 
 
-_HEADLINE = "the step does not survive an overflow, or its devices drift apart."
-_CHANGED_BY_NAN = "With a NaN in {name}, the step wrongly changed:"
-_DIVERGED = "Devices hold copies of these outputs that differ:"
-_DIVERGED_REMEDY = """\
-Each device applies its own gradients, or decides from them alone whether to skip the step.
-- Before anything else, average the gradients over all devices: jax.lax.pmean(grads, axis_name).
-- Let all devices decide together: with_loss_scale(optimizer, axis_name=axis_name)."""
 _NOT_RETURNED = """\
-The optimizer's state does not come back, so the next step overflows, too. Return the new state,
-with its loss scale."""
+the step does not return the optimizer's new state.
+So the next step begins with the old state, and may overflow at the same loss scale.
+Return the new state, with its loss scale."""
+_DIVERGED = """\
+devices drift apart.
+Their copies of these outputs differ:"""
+_DIVERGED_REMEDY = """\
+Each device applies its own gradients, or decides from them alone whether to skip the
+step.
+- Before anything else, average the gradients over all devices:
+  jax.lax.pmean(grads, axis_name).
+- Let all devices decide together: with_loss_scale(optimizer, axis_name=axis_name)."""
 _UNCOUNTED = """\
-The step is skipped, but the state that comes back does not count it. Return the new state as it
-is, not one assembled from the old state and the new."""
+the step is skipped, but the state that comes back does not count it.
+Return the new state as it is, not one assembled from the old state and the new."""
+_CHANGED_BY_NAN = """\
+a NaN spoils what the step passes on.
+With a NaN in {name}, the step wrongly changed:"""

@@ -10,9 +10,6 @@ The step is run in three situations, in which a correct step does the following:
 
 The float32 weights of `with_master_weights` are also compared with the float16
 parameters, which must be what these weights round to.
-
-`_first_fault` looks for one kind of fault after the other and reports only the first,
-because it may have caused the others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,7 +34,6 @@ from optax_lossscale.testing._output_names import (
     without_ignored,
 )
 from optax_lossscale.testing._skipping import (
-    APPLIED_REMEDY,
     carry_not_kept,
     overflow_applied,
     scale_not_adapted,
@@ -97,9 +93,9 @@ def assert_scale_invariant(
     loss scales.
 
     Args:
-      step: the training step. Compile it: without `jax.jit`, the assertion took 3
-        to 6 times as long for three small models on a CPU. The step returns its new
-        state or changes it in place, and may donate its arguments.
+      step: the training step. Compile it with `jax.jit`, or the assertion takes several
+        times as long. The step returns its new state or changes it in place, and may
+        donate its arguments.
       *args: the step's arguments, which are not changed. They must hold exactly one
         loss scale, for instance in an optimizer state, a train state or an
         `nnx.Optimizer`.
@@ -129,6 +125,8 @@ def assert_scale_invariant(
         outputs.
       TypeError: if the arguments are traced.
       TypeError: if the step has an argument named `ignore` that is not bound.
+      UserWarning: if no fault is found, but at an infinite loss scale, the step raises
+        an error other than the `LossScaleError` of `raise_if_stuck`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -143,7 +141,7 @@ def assert_scale_invariant(
       >>> ols.testing.assert_scale_invariant(wrong, params, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step depends on the loss scale, or is wrong in another way. With...
+      AssertionError: the step depends on the loss scale: gradients are divided by it...
 
       The loss was never multiplied by the loss scale. Instead of `jax.value_and_grad`,
       a correct step calls `ols.value_and_scaled_grad(loss_fn, state)(params, x)`.
@@ -158,15 +156,12 @@ def assert_scale_invariant(
         )
     fault = _first_fault(experiment, ignore)
     if fault:
-        raise AssertionError(f"{_HEADLINE} {fault}")
+        raise AssertionError(fault)
+    experiment.warn_of_error()
 
 
 def _first_fault(experiment: Experiment, ignore: str | Collection[str]) -> str:
-    """Returns the text of the error for the first fault, or "" if there is none.
-
-    The text names the outputs concerned, gives the reason, and suggests a fix. Each
-    function below that reports a fault returns such a text, or "".
-    """
+    """Returns the text of the error for the first fault, or "" if there is none."""
     trials = trials_at_falling_scales(experiment)
     overflow_trials = experiment.overflow_trials
     fault = scale_not_adapted(overflow_trials) or _rarely_applied(experiment, trials)
@@ -201,14 +196,15 @@ def _rarely_applied(experiment: Experiment, trials: Sequence[Trial]) -> str:
     """
     if len(trials) >= _MIN_APPLIED:
         return ""
+    times = f"only {len(trials)}" if trials else "none"
     lowest = experiment.trial_at(LOWEST_EXPONENT)
     if not all(map(is_finite, lowest.outputs.values())):
         raise ValueError(
-            f"the step is skipped at all but {len(trials)} loss scales: look for NaN "
-            "or inf in the arguments, the loss and the model. diagnose(loss_fn, "
-            "params, batch) says where they appear"
+            f"the step is applied at {times} of the loss scales tried: look for NaN or "
+            "inf in the arguments, the loss and the model. diagnose(loss_fn, params, "
+            "batch) says where they appear"
         )
-    return _RARELY_APPLIED.format(times=len(trials))
+    return _RARELY_APPLIED.format(times=times)
 
 
 def _is_from_gradients(path: Path, trials: Iterable[Trial]) -> bool:
@@ -233,7 +229,7 @@ def _divided_twice(powers: Mapping[Path, float]) -> str:
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
         return ""
-    return _list_powers(negative) + _DIVIDED_REMEDY
+    return _DIVIDED + _list_powers(negative) + _DIVIDED_REMEDY
 
 
 def _still_scaled(
@@ -251,7 +247,7 @@ def _still_scaled(
         if path not in powers
     ]
     fault = _list_powers(powers) + format_fault(_BY_A_CHANGE, other_changes)
-    return fault + _STILL_SCALED_REMEDY if fault else ""
+    return _DEPENDS + fault + _STILL_SCALED_REMEDY if fault else ""
 
 
 def _list_powers(powers: Mapping[Path, float]) -> str:
@@ -272,7 +268,7 @@ def _not_finite(
         if is_finite(highest.arguments[argument])
         and not is_finite(sweep.outputs[output])
     ]
-    return format_fault(_NOT_FINITE, not_finite, APPLIED_REMEDY)
+    return format_fault(_NOT_FINITE, not_finite, _NOT_FINITE_REMEDY)
 
 
 def _master_weights_lost(
@@ -360,44 +356,61 @@ def _before_growth(loss_scale: LossScale) -> LossScale:
     return last
 
 
-_HEADLINE = "the step depends on the loss scale, or is wrong in another way."
+_RARELY_APPLIED = """\
+the step is applied at {times} of the loss scales tried, though its outputs are finite.
+Most likely, gradients are multiplied by another scale than that of the state that the
+step is given, such as the scale of another optimizer or an older state. Use
+value_and_scaled_grad(loss_fn, state) inside the step."""
+_DIVIDED = """\
+the step depends on the loss scale: gradients are divided by it once too often.
+"""
+_DIVIDED_REMEDY = """\
+These gradients are not, or no longer, multiplied by the scale that they are divided by.
+- Inside the step, compute them with value_and_scaled_grad(loss_fn, state), or from
+  scale_gradient(loss, state).
+- Use the state that the step is given, not an older one or a scale kept beside it.
+- Leave the unscaling to the optimizer.
+- Put anything that looks at the size of gradients, such as a clip, inside:
+  with_loss_scale(optax.chain(clip, …)). In a custom_vjp, divide by the loss scale
+  first, and multiply by it afterwards.
+- In ignore=, name outputs that are meant to depend on the loss scale."""
+_DEPENDS = """\
+the step depends on the loss scale.
+"""
 _BY_A_POWER = (
     "With twice the loss scale, these outputs, or their changes, are multiplied by"
 )
 _BY_A_CHANGE = (
     "These outputs change as the loss scale rises, and underflow does not explain it:"
 )
-_AT_GROWTH = """\
-At a step at which the loss scale grows, these outputs differ from what they are at the same loss
-scale without growth:"""
-_NOT_FINITE = "Some gradients overflow, but the step is applied, and these become infinite or NaN:"
-_LOST = "These float32 copies of with_master_weights no longer match the parameters:"
-
-_DIVIDED_REMEDY = """\
-So gradients are divided by a loss scale that they are not, or no longer, multiplied by.
-- Inside the step, compute them with value_and_scaled_grad(loss_fn, state), or from
-  scale_gradient(loss, state).
-- Use the state that the step is given, not an older one or a scale kept beside it.
-- Leave the unscaling to the optimizer.
-- Put anything that looks at the size of gradients, such as a clip, inside:
-  with_loss_scale(optax.chain(clip, …)). In a custom_vjp, divide by the loss scale first, and
-  multiply by it afterwards."""
 _STILL_SCALED_REMEDY = """\
-So they come from gradients that are still multiplied by the loss scale.
+Most likely, they come from gradients that are still multiplied by the loss scale.
 - To log a norm, unscale them first: get_loss_scale(state).unscale(scaled_grads).
 - Anything before the wrapper in an optax.chain sees scaled gradients. Put it inside:
   with_loss_scale(optax.chain(…)).
-- So does a custom_vjp. If it clips them, divide by the loss scale first, and multiply afterwards.
+- A custom_vjp sees them, too. If it clips them, divide by the loss scale first, and
+  multiply by it afterwards.
 - To log the loss scale, return ols.metrics(state).
 - In ignore=, name other outputs that are meant to depend on the loss scale."""
-_AT_GROWTH_REMEDY = """\
-Gradients are unscaled by the new loss scale. Unscale them by the scale that the loss was
-multiplied by, which is in the state that the step is given. Adapt it afterwards."""
-_RARELY_APPLIED = """\
-It is skipped at all but {times} loss scales, although its outputs are finite, so gradients are
-multiplied by another scale than that of the state that the step is given, such as the scale of
-another optimizer or an older state. Use value_and_scaled_grad(loss_fn, state) inside the step."""
+_NOT_FINITE = """\
+the step applies gradients that overflow.
+These outputs become infinite or NaN:"""
+_NOT_FINITE_REMEDY = """\
+Skip the step if any gradient is infinite or NaN. By default, tx.apply_gradients and
+tx.minimize do so. In a step of your own, ask ols.all_finite(grads): it is not enough to
+look for NaNs, or at the loss."""
+_LOST = """\
+the step loses digits of its master weights.
+These float32 weights of with_master_weights no longer round to the parameters:"""
 _LOST_REMEDY = """\
-Something changes the updates of with_master_weights, so each step loses the digits that the
-parameters cannot hold. Let nothing come after it, not even a transformation of your own. Wrap the
-whole optimizer, as in with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""
+Something changes the updates of with_master_weights, so each step loses the digits that
+the parameters cannot hold. Let nothing come after it, not even a transformation of your
+own. Wrap the whole optimizer, as in with_loss_scale(with_master_weights(…)), and use
+optax.apply_updates."""
+_AT_GROWTH = """\
+the step goes wrong where the loss scale grows.
+These outputs differ from what they are at the same loss scale without growth:"""
+_AT_GROWTH_REMEDY = """\
+Most likely, gradients are unscaled by the new loss scale. Unscale them by the scale
+that the loss was multiplied by, which is in the state that the step is given. Adapt it
+afterwards."""

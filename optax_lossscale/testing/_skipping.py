@@ -1,13 +1,10 @@
 """Checks of a step at loss scales so large that gradients overflow.
 
 A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
-its carry, that is, of what it passes on to the next step, as it was. At an infinite
-loss scale, all gradients but zeros overflow. So a step that is applied even there does
-not multiply by its loss scale, replaces infinities before they are checked, checks
-nothing, or has gradients that are all zero.
-
-A function that reports a fault returns the text of the error, which names the outputs
-concerned and suggests a fix. If there is no such fault, it returns an empty string.
+its carry (see `_carry.py`) as it was. At an infinite loss scale, all gradients but
+zeros overflow. So a step that is applied even there does not multiply by its loss
+scale, replaces infinities before they are checked, checks nothing, or has gradients
+that are all zero.
 """
 
 from optax_lossscale._scales.fixed import FixedLossScale
@@ -50,9 +47,8 @@ def _keeps_scale(trial: Trial) -> bool:
 def carry_not_kept(experiment: Experiment, carry: Carry) -> str:
     """Reports a skipped step that changes its carry.
 
-    A silent step, which returns neither a loss scale that adapts nor a
-    `LossScaleState`, does not show whether it was skipped. At an infinite loss scale,
-    it should have been.
+    A silent step (see `Trial.is_silent`) does not show whether it was skipped. At an
+    infinite loss scale, it should have been.
     """
     for trial in experiment.possibly_skipped:
         should_be_skipped = trial.is_silent and trial.is_infinite
@@ -76,7 +72,8 @@ def changed_outputs(trial: Trial, carry: Carry) -> list[Path]:
 def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) -> str:
     """Reports a step that is applied at an infinite loss scale.
 
-    A step that raises an error at an infinite loss scale passes this check.
+    A step that raises an error at an infinite loss scale passes this check. An
+    assertion that passes warns of the error (see `Experiment.warn_of_error`).
 
     Args:
       experiment: runs the step.
@@ -92,7 +89,7 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
     # nothing changes in this trial, and the outputs that change at a finite loss scale
     # are named instead.
     changed = changed_outputs(trial, carry) or changed_outputs(finite_trial, carry)
-    return format_fault(_APPLIED, changed, APPLIED_REMEDY)
+    return format_fault(_APPLIED, changed, _APPLIED_REMEDY)
 
 
 def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
@@ -108,34 +105,36 @@ def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
     return any(trial.was_skipped for trial in nan_trials)
 
 
-_NOT_KEPT = (
-    "At a loss scale where gradients overflow, so that the step should be skipped, it "
-    "changed:"
-)
-_APPLIED = (
-    "At an infinite loss scale, where all gradients overflow, the step was applied. It "
-    "changed:"
-)
-KEEP_REMEDY = """\
-- Let tx.apply_gradients or tx.minimize take the step. They keep the parameters and the optimizer's
-  state, such as Adam's count, if all transformations are inside the wrapper.
-- For everything else that the step changes, such as batch statistics or an average of the
-  parameters, use ols.where_applied(state, new, old), where state is the new state.
-- In ignore=, name outputs that are meant to change anyway, such as a replay buffer, or that are
-  not passed on to the next step."""
-APPLIED_REMEDY = """\
-One of these is the reason:
-- Gradients are not multiplied by the loss scale of the state that the step is given. Use
-  value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state).
-- nan_to_num or a where replaces infinities and NaNs before they are checked. Pass the optimizer
-  the scaled gradients unchanged.
-- Nothing is checked, because of skip=None and a fixed loss scale. Use skip="nonfinite".
-- All gradients are zero. Give the step a batch that it learns from."""
 _NOT_ADAPTED = """\
-Gradients overflow, but the loss scale comes back as it was given, or as it was at first, so the
-next step overflows, too. One of these is the reason:
-- The step returns an older state or loss scale. Instead, return the state with its loss scale, as
-  tx.apply_gradients or tx.minimize returned it.
-- The loss itself is not finite where gradients overflow, so the loss scale does not fall. A step
-  of SAM is an example, as it computes its second loss from the first gradient. As value=, pass a
-  loss that is finite there, such as SAM's first one, or nothing."""
+the step does not adapt its loss scale.
+The loss scale comes back as it was given, or as it was at first, although gradients
+overflow, so the next step overflows, too. The reason is one of these:
+- The step returns an older state or loss scale. Instead, return the state with its loss
+  scale, as tx.apply_gradients or tx.minimize returned it.
+- The loss itself is not finite where gradients overflow, so the loss scale does not
+  fall. A step of SAM is an example, as it computes its second loss from the first
+  gradient. As value=, pass a loss that is finite there, such as SAM's first one, or
+  leave value= out."""
+_NOT_KEPT = """\
+an overflow changes what the step passes on.
+Where gradients overflow, so that the step should be skipped, it changed:"""
+KEEP_REMEDY = """\
+- Let tx.apply_gradients or tx.minimize take the step. They keep the parameters and the
+  optimizer's state, such as Adam's count, if all transformations are inside the
+  wrapper.
+- For everything else that the step changes, such as batch statistics or an average of
+  the parameters, use ols.where_applied(state, new, old), where state is the new state.
+- In ignore=, name outputs that are meant to change anyway, such as a replay buffer, or
+  that are not passed on to the next step."""
+_APPLIED = """\
+the step is applied at an infinite loss scale, where its gradients should overflow.
+It updates these outputs:"""
+_APPLIED_REMEDY = """\
+The reason is one of these:
+- Gradients are not multiplied by the loss scale of the state that the step is given.
+  Use value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state).
+- nan_to_num or a where replaces infinities and NaNs before they are checked. Pass the
+  scaled gradients to the optimizer unchanged.
+- Nothing is checked, because the loss scale is fixed and skip=None. Use
+  skip="nonfinite".
+- All gradients are zero. Give the step a batch that it learns from."""

@@ -81,8 +81,8 @@ class Sweep(NamedTuple):
 def trials_at_falling_scales(experiment: Experiment) -> list[Trial]:
     """Runs a step at falling loss scales, and returns the trials that were not skipped.
 
-    Bisection finds the highest loss scale at which the step is applied. A silent step,
-    which does not show whether it was applied, counts as applied at every loss scale.
+    Bisection finds the highest loss scale at which the step is applied. A silent step
+    (see `Trial.is_silent`) counts as applied at every loss scale.
     """
 
     def is_skipped(exponent):
@@ -144,7 +144,7 @@ def _check_repeatable(sweep: Sweep) -> None:
     for path, rows in sweep.outputs.items():
         if sweep.noise(path) > _MAX_NOISE * norm(rows[0]):
             raise ValueError(
-                f"two runs at the same loss scale differ, in {name_of(path)}. Pass "
+                f"two runs at the same loss scale differ in {name_of(path)}. Pass "
                 "everything that the step depends on as arguments that can be copied: "
                 "batches and PRNG keys as arrays, not iterators or generators"
             )

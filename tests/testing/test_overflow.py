@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from pairs import one_in
 
 import optax_lossscale as ols
+from optax_lossscale.testing import _experiment
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
@@ -31,6 +32,11 @@ LOSS_SCALE = ols.DynamicLossScale(2.0**8)
 TX = ols.with_loss_scale(INNER, LOSS_SCALE)
 HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
 KEPT = "where_applied"
+CHANGED = "an overflow changes what the step passes on"
+APPLIED = "the step is applied at an infinite loss scale"
+NOT_ADAPTED = "the step does not adapt its loss scale"
+UNCOUNTED = "the step is skipped, but the state that comes back does not count it"
+NAN = "a NaN spoils what the step passes on"
 
 
 def loss_fn(params, x, y):
@@ -58,17 +64,17 @@ def kept_if(right, state, new, old):
 STEPS = {}
 
 
-def step_of(*said):
-    """Registers a maker of a step and its arguments, and what is said of it if it is not right."""
+def step_of(found, *said):
+    """Registers a maker of a step and its arguments, and what is found if it is not right."""
 
     def register(make):
-        STEPS[make.__name__] = make, said
+        STEPS[make.__name__] = make, found, said
         return make
 
     return register
 
 
-@step_of("result[1]['w']", KEPT)
+@step_of(CHANGED, "result[1]['w']", KEPT)
 def average_of_parameters(right):
     def step(params, ema, state, x, y):
         loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
@@ -78,7 +84,7 @@ def average_of_parameters(right):
     return jax.jit(step, donate_argnums=(0, 1, 2)), (params, PARAMS, state, X, Y)
 
 
-@step_of("result[3]", KEPT)
+@step_of(CHANGED, "result[3]", KEPT)
 def running_mean_of_the_loss(right):
     def step(params, state, x, mean, y):
         loss, params, state = TX.minimize(loss_fn, state, params, x, y)
@@ -88,7 +94,7 @@ def running_mean_of_the_loss(right):
     return jax.jit(step), (params, state, X, jnp.float32(0), Y)
 
 
-@step_of("result['stats']['mean']", KEPT)
+@step_of(CHANGED, "result['stats']['mean']", KEPT)
 def statistics_in_a_dict(right):
     def step(carry, x, y):
         loss, params, state = TX.minimize(
@@ -103,7 +109,7 @@ def statistics_in_a_dict(right):
     return jax.jit(step), ({"params": params, "state": state, "stats": stats}, X, Y)
 
 
-@step_of("result[0]['w']", "skip=None")
+@step_of(APPLIED, "result[0]['w']", "skip=None")
 def gradients_that_are_not_finite(right):
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
@@ -114,7 +120,7 @@ def gradients_that_are_not_finite(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("result[0]['w']", "result[1].inner_state[0].mu['w']", "minimize")
+@step_of(CHANGED, "result[0]['w']", "result[1].inner_state[0].mu['w']", "minimize")
 def gradients_zeroed_by_hand(right):
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
@@ -137,7 +143,7 @@ def gradients_zeroed_by_hand(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("loss scale comes back as it was", "return the state")
+@step_of(NOT_ADAPTED, "loss scale comes back as it was", "return the state")
 def old_loss_scale(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -146,7 +152,7 @@ def old_loss_scale(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("loss scale comes back as it was", "return the state")
+@step_of(NOT_ADAPTED, "loss scale comes back as it was", "return the state")
 def old_state(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -155,7 +161,7 @@ def old_state(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("does not count")
+@step_of(UNCOUNTED)
 def old_count(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -168,7 +174,7 @@ def old_count(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("result[1][1].trace['w']", KEPT)
+@step_of(CHANGED, "result[1][1].trace['w']", KEPT)
 def momentum_after_the_wrapper(right):
     outside = optax.trace(0.9)
     tx = ols.with_loss_scale(optax.chain(INNER, outside), LOSS_SCALE)
@@ -184,7 +190,7 @@ def momentum_after_the_wrapper(right):
     return step, (params, state, X, Y)
 
 
-@step_of("result[1][1].trace['w']", KEPT)
+@step_of(CHANGED, "result[1][1].trace['w']", KEPT)
 def momentum_after_the_wrapper_before_the_first_step(right):
     outside = optax.trace(0.9)
     inner = optax.sgd(0.1)
@@ -199,7 +205,7 @@ def momentum_after_the_wrapper_before_the_first_step(right):
     return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
 
 
-@step_of("Adam's count", KEPT)
+@step_of(CHANGED, "Adam's count", KEPT)
 def a_count_that_goes_on(right):
     def step(params, state, x, y):
         loss, new_params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -212,7 +218,7 @@ def a_count_that_goes_on(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("result[2]['w']", KEPT)
+@step_of(CHANGED, "result[2]['w']", KEPT)
 def average_that_begins_as_a_copy(right):
     def step(params, state, mean, count, x, y):
         loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
@@ -223,7 +229,7 @@ def average_that_begins_as_a_copy(right):
     return jax.jit(step), (PARAMS, TX.init(PARAMS), zeros, 0, X, Y)
 
 
-@step_of("result[0]['w']", KEPT)
+@step_of(CHANGED, "result[0]['w']", KEPT)
 def weights_that_are_clipped_at_a_skip(right):
     def step(params, state, x, y):
         loss, new, state = TX.minimize(autocast_loss, state, params, x, y)
@@ -233,7 +239,7 @@ def weights_that_are_clipped_at_a_skip(right):
     return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
 
 
-@step_of("Adam's count", KEPT)
+@step_of(CHANGED, "Adam's count", KEPT)
 def a_schedule_after_the_wrapper(right):
     schedule = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 10))
     inner = optax.chain(INNER, schedule)
@@ -248,7 +254,7 @@ def a_schedule_after_the_wrapper(right):
     return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
 
 
-@step_of("loss scale comes back as it was given, or as it was at first")
+@step_of(NOT_ADAPTED, "loss scale comes back as it was given, or as it was at first")
 def a_loss_scale_made_anew(right):
     def step(params, state, x, y):
         loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
@@ -258,7 +264,7 @@ def a_loss_scale_made_anew(right):
     return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
 
 
-@step_of("result[0]['w']", "nan_to_num")
+@step_of(APPLIED, "result[0]['w']", "nan_to_num")
 def gradients_that_are_not_scaled_and_not_finite(right):
     tx = ols.with_loss_scale(INNER, None)
 
@@ -270,7 +276,7 @@ def gradients_that_are_not_scaled_and_not_finite(right):
     return jax.jit(step), (*begun(tx), X, Y)
 
 
-@step_of("result[0]['table']", "skip=None")
+@step_of(APPLIED, "result[0]['table']", "skip=None")
 def tokens_without_a_loss_scale(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     params = {"table": jnp.ones((4, 2), jnp.bfloat16)}
@@ -285,7 +291,7 @@ def tokens_without_a_loss_scale(right):
     return jax.jit(step), (params, tx.init(params), jnp.array([0, 2]))
 
 
-@step_of("result[0]['w']", "skip=None")
+@step_of(APPLIED, "result[0]['w']", "skip=None")
 def fixed_loss_scale(right):
     tx = ols.with_loss_scale(INNER, 2.0**10, skip="nonfinite" if right else None)
 
@@ -296,7 +302,7 @@ def fixed_loss_scale(right):
     return jax.jit(step), (*begun(tx), X, Y)
 
 
-@step_of("result[0]['w']", "skip=None")
+@step_of(APPLIED, "result[0]['w']", "skip=None")
 def bfloat16_without_a_loss_scale(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     bfloat16 = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -309,7 +315,7 @@ def bfloat16_without_a_loss_scale(right):
     return jax.jit(step), (bfloat16, tx.init(bfloat16), jnp.array([0, 2]))
 
 
-@step_of("result[0]['w']", "scale_gradient")
+@step_of(APPLIED, "result[0]['w']", "scale_gradient")
 def unscaled_gradients(right):
     def step(params, state, x, y):
         grad_fn = (
@@ -323,7 +329,7 @@ def unscaled_gradients(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("With a NaN in args[3]", "result[1]", KEPT)
+@step_of(NAN, "With a NaN in args[3]", "result[1]", KEPT)
 def statistics_that_are_kept_at_an_overflow_alone(right):
     def step(params, mean, state, x, y):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
@@ -336,7 +342,7 @@ def statistics_that_are_kept_at_an_overflow_alone(right):
     return jax.jit(step), (params, jnp.zeros(4), state, X, Y)
 
 
-@step_of("result[1]['w']", KEPT)
+@step_of(CHANGED, "result[1]['w']", KEPT)
 def master_weights_multi_steps_and_an_average(right):
     tx = ols.with_loss_scale(
         ols.with_master_weights(optax.MultiSteps(INNER, 2).gradient_transformation())
@@ -358,7 +364,7 @@ def master_weights_multi_steps_and_an_average(right):
     return jax.jit(step), (HALF, HALF, tx.init(HALF), jax.random.key(1), X, Y)
 
 
-@step_of("result[0]['w']", KEPT)
+@step_of(CHANGED, "result[0]['w']", KEPT)
 def decay_after_a_scan_of_steps(right):
     def step(params, state, x, y):
         def one(carry, batch):
@@ -372,7 +378,7 @@ def decay_after_a_scan_of_steps(right):
     return jax.jit(step), (*begun(TX), jnp.stack([X, X]), jnp.stack([Y, Y]))
 
 
-@step_of("result[1]['mean']", KEPT)
+@step_of(CHANGED, "result[1]['mean']", KEPT)
 def under_pmap(right):
     tx = ols.with_loss_scale(INNER, axis_name="data")
 
@@ -389,7 +395,7 @@ def under_pmap(right):
     return jax.pmap(step, axis_name="data"), (*replicated, *batch)
 
 
-@step_of("result[1]['mean']", KEPT)
+@step_of(CHANGED, "result[1]['mean']", KEPT)
 def under_shard_map(right):
     mesh = jax.make_mesh((2,), ("data",))
     tx = ols.with_loss_scale(INNER, axis_name="data")
@@ -411,7 +417,7 @@ def under_shard_map(right):
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs)), (*arguments, *batch)
 
 
-@step_of("result[1]", KEPT)
+@step_of(CHANGED, "result[1]", KEPT)
 def hidden_state_of_a_recurrent_layer(right):
     weights = {
         "in": 0.4 * PARAMS["w"],
@@ -442,7 +448,7 @@ class Normalized(linen.Module):
         return linen.BatchNorm(use_running_average=False)(linen.Dense(3)(x))
 
 
-@step_of("result[1]['BatchNorm_0']['mean']", KEPT)
+@step_of(CHANGED, "result[1]['BatchNorm_0']['mean']", KEPT)
 def batch_norm_of_linen(right):
     model = Normalized()
 
@@ -472,7 +478,7 @@ class NormalizedNnx(nnx.Module):
         return self.norm(self.linear(x))
 
 
-@step_of("args[0].norm.mean", KEPT)
+@step_of(CHANGED, "args[0].norm.mean", KEPT)
 def batch_norm_of_nnx(right):
     model = NormalizedNnx()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -493,7 +499,7 @@ def batch_norm_of_nnx(right):
     return step, (model, optimizer, X, Y)
 
 
-@step_of("result[1].layers[0].weight", KEPT)
+@step_of(CHANGED, "result[1].layers[0].weight", KEPT)
 def average_of_an_equinox_model(right):
     model = eqx.nn.MLP(4, 3, width_size=8, depth=1, key=jax.random.key(0))
 
@@ -513,7 +519,7 @@ def average_of_an_equinox_model(right):
     return step, (model, model, state, X, Y)
 
 
-@step_of("skip=None", "result[0]['w']")
+@step_of(APPLIED, "skip=None", "result[0]['w']")
 def gradients_of_jax_itself_in_bfloat16(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     narrow_loss = ols.autocast(loss_fn, jnp.bfloat16)
@@ -541,9 +547,9 @@ def test_a_step_without_a_loss_scale_that_nothing_makes_overflow_is_not_passed()
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @one_in(2, "name", {name: name for name in STEPS})
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
-    make, said = STEPS[name]
+    make, found, said = STEPS[name]
     step, arguments = make(right=False)
-    with pytest.raises(AssertionError, match="does not survive an overflow") as error:
+    with pytest.raises(AssertionError, match=rf"^{found}\b") as error:
         ols.testing.assert_survives_overflow(step, *arguments)
     assert all(text in str(error.value) for text in said), str(error.value)
 
@@ -567,7 +573,7 @@ def test_a_step_that_hands_nothing_back_cannot_be_judged(check):
         loss, *_ = TX.minimize(autocast_loss, state, params, X, Y)
         return loss
 
-    with pytest.raises(ValueError, match="nothing that the step is given comes back"):
+    with pytest.raises(ValueError, match="no output of the step is the new value"):
         check(step, params, state)
 
 
@@ -608,7 +614,8 @@ def shard_mapped_step(axis_name, mean, loss_fn=loss_fn):
 def test_replicas_that_decide_alone_drift_apart(axis_name, mean, name):
     """What is only returned, such as the loss of each device, may differ."""
     ols.testing.assert_survives_overflow(*shard_mapped_step("data", mean=True))
-    with pytest.raises(AssertionError, match=f"that differ:\n  {name}"):
+    found = f"^devices drift apart.\nTheir copies of these outputs differ:\n  {name}"
+    with pytest.raises(AssertionError, match=found):
         ols.testing.assert_survives_overflow(*shard_mapped_step(axis_name, mean))
 
 
@@ -616,7 +623,7 @@ def test_replicas_whose_first_step_is_skipped_drift_apart_later():
     step, *arguments = shard_mapped_step("data", mean=False, loss_fn=autocast_loss)
     _, state, _ = step(*arguments)
     assert state.skipped_steps == 1
-    with pytest.raises(AssertionError, match=r"that differ:\n  result\[0\]"):
+    with pytest.raises(AssertionError, match=r"outputs differ:\n  result\[0\]"):
         ols.testing.assert_survives_overflow(step, *arguments)
 
 
@@ -633,7 +640,46 @@ def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
 
     compiled = jax.jit(TX.minimize, static_argnums=0)
     bits = "result[2]['bits']"
-    ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS), ignore=bits)
+    said = (
+        r"OverflowError.* at an infinite loss scale, so it was tested only .* 2\*\*126"
+    )
+    with pytest.warns(UserWarning, match=said) as warned:
+        ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS), ignore=bits)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_a_step_that_calls_raise_if_stuck_needs_no_warning():
+    """At an infinite loss scale it raises an error, which says that it was skipped."""
+
+    def step(params, state):
+        loss, params, state = compiled(loss_fn, state, params, X, Y)
+        ols.raise_if_stuck(state)
+        return params, state, loss
+
+    compiled = jax.jit(TX.minimize, static_argnums=0)
+    ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_an_error_of_an_assertion_itself_is_not_taken_for_the_steps(check, monkeypatch):
+    """Where only an infinite loss scale causes it, too."""
+
+    def copy_tree(tree, values):
+        if any(np.isinf(x).any() for x in values.values()):
+            raise RuntimeError("a bug of the assertion")
+        return original(tree, values)
+
+    @jax.jit
+    def step(params, state):
+        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
+        return params, state, loss
+
+    original = _experiment._copy_tree
+    monkeypatch.setattr(_experiment, "_copy_tree", copy_tree)
+    with pytest.raises(RuntimeError, match="a bug of the assertion"):
+        check(step, PARAMS, TX.init(PARAMS))
 
 
 @jax.jit
@@ -699,7 +745,7 @@ def test_a_step_that_does_not_return_the_state_is_found():
         loss, params, _ = tx.minimize(autocast_loss, state, params, x, y)
         return params, loss
 
-    with pytest.raises(AssertionError, match="state does not come back"):
+    with pytest.raises(AssertionError, match="not return the optimizer's new state"):
         ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X, Y)
 
 
