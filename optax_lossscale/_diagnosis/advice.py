@@ -24,7 +24,7 @@ from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import ALL, AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.page import Findings
 from optax_lossscale._diagnosis.scale import InitialScale
-from optax_lossscale._diagnosis.text import lines_of, percent
+from optax_lossscale._diagnosis.text import lines_of, listed, percent
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
@@ -152,7 +152,7 @@ def _wrong_gradient(report: Findings, wrong: Wrong) -> str:
 
 def _dtypes(report: Findings) -> str:
     """Names the dtypes of 16 bits or fewer, as in `bfloat16 and float16`."""
-    return " and ".join(map(str, report.computes_in))
+    return listed(report.computes_in)
 
 
 def _dtypes_give(report: Findings) -> str:
@@ -203,7 +203,7 @@ _NOT_CURED = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
 def _remedy(wrong: Wrong) -> str:
-    """Advises what to do about a wrong result.
+    """Says what to do about a wrong result.
 
     If 16-bit products are to blame, the remedy is to keep these in float32. Otherwise
     it depends on what the equation at fault does.
@@ -228,7 +228,7 @@ def _remedy(wrong: Wrong) -> str:
 
 
 def _remedy_in_float32(wrong: Wrong) -> str:
-    """Advises how to keep numbers finite, as for a result that is infinite in float32.
+    """Says how to keep a result finite that is not finite in float32 either.
 
     The program holds constants as 16 bits rounded them, so the user may not recognize a
     0 or an infinity as the 1e-8 or -1e9 that they wrote. The remedy names their lines.
@@ -243,7 +243,7 @@ def _remedy_in_float32(wrong: Wrong) -> str:
 
 
 def _keep_products(products: Sequence[Note], between: str) -> str:
-    """Advises to keep products in float32, and what is computed from them `between`.
+    """Says to keep products in float32, and what is computed from them `between`.
 
     Args:
       products: the results of the products.
@@ -305,8 +305,7 @@ def _about_products(report: Findings, widened: Sequence[Operation]) -> _Remarks:
         how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (
             f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications "
-            f"are in {' and '.join(map(str, dtypes))}, because one operand was "
-            "widened.",
+            f"are in {listed(dtypes)}, because one operand was widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
             f"{lines_of(widened)}.",
         )
@@ -432,7 +431,7 @@ def _without_a_scale(report: Findings, scale: str) -> str:
 
 
 def _wrap(report: Findings, fits: InitialScale, bits: int) -> str:
-    """Advises to wrap the optimizer, and names a scale unless the default one fits.
+    """Says to wrap the optimizer, and names a scale unless the default one fits.
 
     Args:
       report: what the runs show.

@@ -88,7 +88,7 @@ def diagnose(
       **kwargs: further keyword arguments of `loss_fn`.
 
     Returns:
-      A `Diagnosis`: print it, or read its `verdict`, `advice`, `wrong`, `table` and
+      A `Diagnosis`. Print it, or read its `verdict`, `advice`, `wrong`, `table` and
       other fields.
 
     Raises:

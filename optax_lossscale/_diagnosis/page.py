@@ -27,7 +27,7 @@ from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.notes import AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
-from optax_lossscale._diagnosis.text import abridged, aligned, percent, wrapped
+from optax_lossscale._diagnosis.text import abridged, aligned, listed, percent, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait, traits_of
 
@@ -206,7 +206,7 @@ class Diagnosis(Findings):
             f"{dtype} ({share:.1%} of the multiplications)"
             for dtype, share in self.dtypes.shares.items()
         ]
-        dtypes = " and ".join(products or map(str, self.computes_in)) or "float32"
+        dtypes = listed(products or self.computes_in) or "float32"
         return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
     def _off_sentences(self) -> Iterator[str]:

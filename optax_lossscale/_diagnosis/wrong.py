@@ -78,16 +78,16 @@ _IN_FULL = {
 
 
 class Wrong(NamedTuple):
-    """A result that differs from float32's, and why.
+    """A result that is wrong, and why.
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "an intermediate value".
-      off: how far the loss or gradient is from float32's, relative to that: 1 if only
-        float32's is 0, and infinite if either is not finite. There are two exceptions.
-        If `how` is "is not linear", it is the relative change of the gradient that the
-        loss scale causes. For "an intermediate value", it is the share of its numbers
-        that are off by more than 5%, or infinite for a value in `aux` that is not
-        finite.
+      off: how far the loss or gradient is from float32's, relative to float32's: 1 if
+        only float32's is 0, and infinite if either is not finite. There are two
+        exceptions. If `how` is "is not linear", it is the relative change of the
+        gradient that the loss scale causes. For "an intermediate value", it is the
+        share of its numbers that are off by more than 5%, or infinite for a value in
+        `aux` that is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
