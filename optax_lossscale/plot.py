@@ -133,7 +133,8 @@ def exponents(
     Example:
       >>> import jax.numpy as jnp
       >>> from optax_lossscale import plot
-      >>> plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0).get_xlabel()
+      >>> grads = {"w": jnp.array([1e-3, 0.5, 2.0])}
+      >>> plot.exponents(grads, loss_scale=1024.0).get_xlabel()
       'gradient'
     """
     validation.check_concrete("plot.exponents", (scaled_grads, loss_scale))

@@ -21,10 +21,10 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS, Note
+from optax_lossscale._diagnosis.notes import ALL, AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.page import Findings
 from optax_lossscale._diagnosis.scale import InitialScale
-from optax_lossscale._diagnosis.text import lines_of, percent
+from optax_lossscale._diagnosis.text import lines_of, listed, percent
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
@@ -40,7 +40,7 @@ A heuristic: the default scale can fall about as far, by 15 bits from its initia
 to its floor of 1.
 """
 
-_NOTHING_NARROW = "Nothing is computed in 16 bits, nor would autocast change that."
+_NOTHING_NARROW = "Nothing is computed in 16 bits, and autocast would not change that."
 
 _Remarks = Iterator[tuple[str, str]]
 """Pairs of a sentence that can be the verdict and a remedy."""
@@ -89,7 +89,7 @@ def _verdict_if_fine(report: Findings) -> str:
 def _about_what_is_wrong(report: Findings) -> _Remarks:
     """Yields a remark on each result that is wrong."""
     for wrong in report.wrong:
-        verdict = f"{_what_is_wrong(report, wrong)}: {wrong.because}."
+        verdict = f"{_what_is_wrong(report, wrong)}, because {wrong.because}."
         yield verdict, _remedy(wrong)
 
 
@@ -97,12 +97,12 @@ def _what_is_wrong(report: Findings, wrong: Wrong) -> str:
     """Writes the half of the verdict that says what is wrong; the cause follows it."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
-        what = "The loss is" if is_loss else "The gradients are"
-        return f"{what} not finite in float32 either, so no loss scale helps"
+        what = THE_LOSS if is_loss else f"the gradient of {wrong.name}"
+        return f"No loss scale helps: {what} is not finite in float32 either"
     if is_loss:
         return _wrong_loss(report)
-    if wrong.name == A_VALUE_INSIDE:
-        return _wrong_value_inside(report)
+    if wrong.name == AN_INTERMEDIATE_VALUE:
+        return _wrong_intermediate_value(report)
     return _wrong_gradient(report, wrong)
 
 
@@ -111,40 +111,48 @@ def _wrong_loss(report: Findings) -> str:
     loss = f"The loss is {report.loss:.4g} at any loss scale"
     if not math.isfinite(report.loss_in_float32):  # such as after a kernel
         return loss
-    return f"{loss}; in float32 it is {report.loss_in_float32:.4g}"
+    return f"{loss} (in float32, it is {report.loss_in_float32:.4g})"
 
 
-def _wrong_value_inside(report: Findings) -> str:
-    """Says that values inside are wrong, although the loss and gradients agree.
+def _wrong_intermediate_value(report: Findings) -> str:
+    """Says that intermediate values are wrong, although the loss and gradients are not.
 
-    The second half is left out if float32's own choices change the loss or a gradient.
+    The loss and gradients are not mentioned if float32's own choices change them.
     """
-    inside = f"{_dtypes_give(report)} wrong values inside"
+    what = f"{_dtypes_give(report)} wrong intermediate values"
     if report.off_by_choices:
-        return inside
+        return what
     return (
-        f"{inside}, though loss and gradients agree as far as float32 determines them"
+        "The loss and gradients are right, as far as float32 determines them, but "
+        f"{what}"
     )
 
 
 def _wrong_gradient(report: Findings, wrong: Wrong) -> str:
     """Says how far a gradient is off, or how much the loss scale changes it."""
     if report.initial_scale is None:
-        return "The gradients are not finite at any loss scale, but are in float32"
+        gradient = f"The gradient of {wrong.name} is"
+        if wrong.how is How.IS_A_KERNEL:  # what float32 would give is not known
+            return f"{gradient} not finite at any loss scale"
+        dtypes = _dtypes(report)
+        return f"{gradient} finite in float32, but not in {dtypes} at any loss scale"
     if wrong.how is How.IS_NOT_LINEAR:
         return (
             f"A loss scale of {scale_name(report.scale)} changes the gradient of "
             f"{wrong.name} by {wrong.off:.1%}"
         )
-    return (
-        f"{_dtypes_give(report)} wrong gradients: that of {wrong.name} is off by "
-        f"{wrong.off:.1%}, at the scale that fits best"
+    what = (
+        f"{_dtypes_give(report)} wrong gradients: that of {wrong.name} differs from "
+        f"float32 by {wrong.off:.1%}"
     )
+    if report.scale_that_fits is None:
+        return what
+    return f"{what}, even at the loss scale that fits best"
 
 
 def _dtypes(report: Findings) -> str:
     """Names the dtypes of 16 bits or fewer, as in `bfloat16 and float16`."""
-    return " and ".join(map(str, report.computes_in))
+    return listed(report.computes_in)
 
 
 def _dtypes_give(report: Findings) -> str:
@@ -156,47 +164,46 @@ def _dtypes_give(report: Findings) -> str:
 _KEEP_FINITE = (
     "Keep the arguments of roots and logarithms above 0, divisors away from 0, indices "
     "in bounds, exponents small, masks finite (-3e4 instead of -inf), and the batch "
-    "free of NaNs. Use jnp.where before such an operation, not after it, as 0 times "
-    "infinity is NaN."
+    "free of NaNs. Use jnp.where before such an operation, not after it, because 0 "
+    "times infinity is NaN."
 )
 _SCALE_INNER_LOSS = (
-    "The derivative at {source} is taken inside of the loss function, where no loss "
-    "scale reaches: scale its own loss by a fixed number, as in "
-    "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
+    "The derivative at {source} is taken inside the loss function, where the loss "
+    "scale does not reach. Scale the inner loss by a fixed number, as in "
+    "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide the gradient that "
+    "this returns by the same number."
 )
 _SUM_IN_FLOAT32 = (
-    "Compute {line} in float32, as small terms are lost beside a large sum: "
+    "Compute {line} in float32, because small terms are lost beside a large sum. "
 )
 _CAST_WHERE_READ = (
-    "cast a parameter where it is read, such as the rows of an embedding and not its "
-    "table, or a weight inside the loop."
+    "Cast parameters to 16 bits only where they are read: the rows of an embedding "
+    "instead of its table, or a weight inside the loop."
 )
 _MORE_DIGITS = (
-    "Compute {line}, and what it is made of, in float32: it needs more digits."
+    "Compute {line} and its operands in float32, because it needs more digits."
 )
 _REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
-    How.STAGNATES: _SUM_IN_FLOAT32 + "cast to float32 first.",
+    How.STAGNATES: _SUM_IN_FLOAT32 + "Cast the terms to float32 first.",
     How.SATURATES: (
-        "Compute {line} in float32: 16 bits round it to its limit, where its "
-        "derivative is 0."
+        "Compute {line} in float32, because 16 bits round the result to a limit, where "
+        "the derivative is 0."
     ),
-    How.IS_A_KERNEL: (
-        "Give {line} float32, or look into it: diagnose cannot see what it computes."
-    ),
+    How.IS_A_KERNEL: "Pass float32 to {line}, or test it by itself.",
     How.IS_NOT_LINEAR: (
-        "Have the optimizer clip or normalize gradients, which it gets without the "
-        "loss scale, and not the backward pass at {source}."
+        "Clip or normalize gradients in the optimizer, which receives them unscaled, "
+        "and not in the backward pass at {source}."
     ),
-    How.ADDS_UP: "Compute more in float32: no one line is at fault.",
+    How.ADDS_UP: "Compute more in float32, because no single line is at fault.",
 }
 _NOT_CURED = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 """The faults that products in float32 would not cure."""
 
 
 def _remedy(wrong: Wrong) -> str:
-    """Advises what to do about a wrong result.
+    """Says what to do about a wrong result.
 
     If 16-bit products are to blame, the remedy is to keep these in float32. Otherwise
     it depends on what the equation at fault does.
@@ -217,11 +224,11 @@ def _remedy(wrong: Wrong) -> str:
     remedy = _REMEDIES[wrong.how].format(line=place.line, source=place.source)
     if between in ("", place.source):
         return remedy
-    return f"{remedy} That is made of what is rounded at {between}."
+    return f"{remedy} The operands are rounded at {between}."
 
 
 def _remedy_in_float32(wrong: Wrong) -> str:
-    """Advises how to keep numbers finite, as for a result that is infinite in float32.
+    """Says how to keep a result finite that is not finite in float32 either.
 
     The program holds constants as 16 bits rounded them, so the user may not recognize a
     0 or an infinity as the 1e-8 or -1e9 that they wrote. The remedy names their lines.
@@ -236,20 +243,19 @@ def _remedy_in_float32(wrong: Wrong) -> str:
 
 
 def _keep_products(products: Sequence[Note], between: str) -> str:
-    """Advises to keep products in float32, and what is computed from them `between`.
+    """Says to keep products in float32, and what is computed from them `between`.
 
     Args:
       products: the results of the products.
       between: the lines between the products and the equation at fault, or "".
     """
     keep = (
-        f"Keep the products at {lines_of(products)} in float32: with "
-        "precision=jax.lax.Precision.HIGHEST under autocast, else by casting the "
-        "operands."
+        f"Keep the products at {lines_of(products)} in float32: under autocast, by "
+        "precision=jax.lax.Precision.HIGHEST; otherwise, by casting the operands."
     )
     if not between:
         return keep
-    return f"{keep} Keep in float32, too, what is computed from them at {between}."
+    return f"{keep} Also keep in float32 what is computed from these at {between}."
 
 
 # --- What is right, but maybe not what the user intended ---
@@ -261,14 +267,15 @@ def _about_choices(report: Findings) -> _Remarks:
     if not off or not report.choices:
         return
     if THE_LOSS in off:
-        effect = f"the loss is off by {percent(off[THE_LOSS])}"
+        effect = f"the loss differs by {percent(off[THE_LOSS])}"
     else:
         worst = max(off, key=off.__getitem__)
-        effect = f"the gradient of {worst} is off by {percent(off[worst])}"
+        effect = f"the gradient of {worst} differs by {percent(off[worst])}"
+    lines = lines_of(report.choices)
     yield (
-        f"Float32 chooses otherwise at {lines_of(report.choices)}, and so {effect}.",
-        "Compute what is chosen from there in float32, unless either choice is as "
-        "good, as between numbers that are nearly equal.",
+        f"Float32 chooses differently at {lines}, so {effect}.",
+        f"Compute in float32 what decides the choices at {lines}, unless one choice is "
+        "as good as the other, as between nearly equal numbers.",
     )
 
 
@@ -298,7 +305,7 @@ def _about_products(report: Findings, widened: Sequence[Operation]) -> _Remarks:
         how_much = "Hardly anything" if share > 0.8 else "Less than half"
         yield (
             f"{how_much} is computed in 16 bits: {share:.1%} of the multiplications "
-            f"are in {' and '.join(map(str, dtypes))}, to which an operand is widened.",
+            f"are in {listed(dtypes)}, because one operand was widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
             f"{lines_of(widened)}.",
         )
@@ -316,19 +323,20 @@ def _about_gradients(report: Findings) -> _Remarks:
     n_determined = len(report.off.keys() - {THE_LOSS})
     if THE_LOSS not in report.off:
         yield (
-            f"The loss is nothing but rounding, {report.loss:.3g} for "
-            f"{report.loss_in_float32:.3g} in float32, and so may be its gradients.",
+            f"The loss of {report.loss:.3g} is nothing but rounding error (in float32, "
+            f"it is {report.loss_in_float32:.3g}), and its gradients may be, too.",
             "Diagnose other parameters or another batch. If the loss compares two "
             "values that should be equal, compute both in the same dtype.",
         )
     elif not report.has_gradients:
         yield (
             "All gradients are 0, in float32 as well.",
-            "Look for what stops them, such as a ReLU that is 0 for every input.",
+            "Look for what makes the gradients 0, such as a ReLU that is 0 for every "
+            "input.",
         )
     elif not n_determined:
         yield (
-            "The gradients are nothing but rounding, in float32 as well.",
+            "The gradients are nothing but rounding error, in float32 as well.",
             "Diagnose other parameters or another batch.",
         )
     elif n_undetermined > n_determined:
@@ -336,18 +344,18 @@ def _about_gradients(report: Findings) -> _Remarks:
         yield (
             f"Float32 itself does not determine {n_undetermined} of {total} gradients, "
             "and 16 bits round more coarsely.",
-            "Look for differences of nearly equal numbers, such as deviations from a "
-            "mean that is far larger than they are, or diagnose other parameters.",
+            "Look for differences of nearly equal numbers, such as small deviations "
+            "from a large mean, or diagnose other parameters.",
         )
 
 
 def _about_loss_dtype(report: Findings) -> _Remarks:
-    """Yields a remark on a loss in float16, whose largest number bounds the loss scale."""
+    """Yields a remark on a loss in float16, whose range bounds the loss scale."""
     if report.loss_dtype == np.float16 and not report.wrong:
         yield (
-            "float16 is fine except for the loss: the loss scale is its gradient, and "
-            "float16 holds no power of two above 2**15.",
-            "Compute the loss in float32: cast what it averages or sums.",
+            "float16 is fine except for the loss. The gradient of the loss is the loss "
+            "scale, and float16 holds no power of two above 2**15.",
+            "Compute the loss in float32: cast the numbers that it averages or sums.",
         )
 
 
@@ -356,7 +364,7 @@ def _about_autocast(why_wide: Sequence[str]) -> _Remarks:
     if why_wide:
         yield (
             _NOTHING_NARROW,
-            "Change what makes autocast leave every matrix product as it is: "
+            "Change what keeps autocast from computing matrix products in 16 bits: "
             f"{'; '.join(why_wide)}.",
         )
 
@@ -375,8 +383,8 @@ def _about_scale(report: Findings) -> _Remarks:
     are_still_lost = any(group.left > TOLERANCE for group in groups)
     if are_still_lost and report.overflow:
         yield (
-            f"No single loss scale fits: at {scale} gradients are still lost to "
-            f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
+            f"No single loss scale fits: at {scale}, gradients are still lost to "
+            f"underflow, and from {scale_name(2 * fits.largest)} on, others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=report.overflow.line),
         )
     # Gradients that do not underflow, but are off at a scale of 1, need at least 2**1.
@@ -390,11 +398,11 @@ def _about_scale(report: Findings) -> _Remarks:
         return
     smallest = min(2.0**bits, fits.scale)
     if not smallest <= yours <= fits.largest:
-        problem = "overflow" if yours > fits.largest else "are lost"
-        yield (
-            f"Gradients {problem} at your loss scale, {scale_name(yours)}.",
-            f"Unless it is dynamic, set it to {scale}.",
-        )
+        problem = "overflow" if yours > fits.largest else "underflow"
+        remedy = f"Let the loss scale adapt, or start at {scale}."
+        if report.is_scale_fixed:
+            remedy = f"Set the loss scale to {scale}."
+        yield f"Gradients {problem} at your loss scale of {scale_name(yours)}.", remedy
 
 
 def _without_a_scale(report: Findings, scale: str) -> str:
@@ -410,18 +418,20 @@ def _without_a_scale(report: Findings, scale: str) -> str:
     if report.underflow:
         # The groups are sorted: the group of all gradients, if listed, then the worst.
         name, group = next(iter(report.underflow.items()))
-        of_group = "" if name == ALL else f" ({name})"
+        of_group = "" if name == ALL else f" of {name}"
         return (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
             f"gradients{of_group} to underflow."
         )
     off = report.off_unscaled
     worst = max(off, key=off.__getitem__)
-    return f"{without} the gradient of {worst} is off by {off[worst]:.1%}."
+    return (
+        f"{without} the gradient of {worst} differs from float32 by {off[worst]:.1%}."
+    )
 
 
 def _wrap(report: Findings, fits: InitialScale, bits: int) -> str:
-    """Advises to wrap the optimizer, and names a scale unless the default one fits.
+    """Says to wrap the optimizer, and names a scale unless the default one fits.
 
     Args:
       report: what the runs show.

@@ -26,8 +26,10 @@ from optax_lossscale._diagnosis.page import Diagnosis, Findings
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
-from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_inside
+from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_intermediate_value
 from optax_lossscale._programs.call import as_program
+from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.loss import check_keywords
 from optax_lossscale._step.state import loss_scales_in
@@ -41,7 +43,7 @@ def diagnose(
     opt_state: Any = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    """Reports whether a model can run in 16 bits as it is, and what to change if it cannot.
+    """Reports whether a model can run in 16 bits, and if not, what to change.
 
     Call it before you train a model in 16 bits, and when training in 16 bits goes
     wrong: when the loss scale collapses, the loss is NaN, or gradients vanish or look
@@ -52,12 +54,13 @@ def diagnose(
     `diagnose` runs the gradient of the loss function, and computes every value twice:
     as the program does, and in float32. The first run has a loss scale of 1, and where
     gradients are in float16, another run has the scale that fits. The report says
-    whether the loss, the gradients and the values inside the model are right. Where
-    they are wrong, it names the line and the layer, and says what to do. It also says
-    which loss scale fits, and how many gradients are lost to underflow.
+    whether the loss, the gradients and the intermediate values are right. Where they
+    are wrong, it names the line and the layer, and says what to do. It also says which
+    loss scale fits, and how many gradients are lost to underflow.
 
-    A loss function that computes in float32 is diagnosed as `autocast` runs it. If
-    `autocast` has reasons to leave every product as it is, the advice names them.
+    A loss function that computes in float32 is diagnosed as `autocast` runs it in
+    float16. For bfloat16, pass `autocast(loss_fn, jnp.bfloat16)`. If `autocast` has
+    reasons to leave every product as it is, the advice names them.
 
     The values in float32 follow the choices of the program, such as indices and
     branches. If float32 would choose differently, or if anything is off, the gradient
@@ -79,13 +82,13 @@ def diagnose(
         gradient is taken with respect to its floating-point and complex arrays.
       *args: a batch. Anything that is not an array is passed on as it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`. The floats in `aux` are
-        compared, too, like the values inside the model.
+        compared, too, like intermediate values.
       opt_state: the optimizer's state. If you give it, the report says whether its loss
         scale is too large or too small.
       **kwargs: further keyword arguments of `loss_fn`.
 
     Returns:
-      A `Diagnosis`: print it, or read its `verdict`, `advice`, `wrong`, `table` and
+      A `Diagnosis`. Print it, or read its `verdict`, `advice`, `wrong`, `table` and
       other fields.
 
     Raises:
@@ -125,15 +128,16 @@ def diagnose(
         in_mesh_of((params, args, kwargs)),
     ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
-        is_autocast = not gradient.narrow_dtypes
-        if is_autocast:
+        is_autocast = False
+        why_wide = ()
+        if not gradient.narrow_dtypes:
             gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
+            is_autocast = bool(gradient.narrow_dtypes)
+            if not is_autocast:
+                why_wide = _why_wide(loss_fn, (params, *args), kwargs)
         findings = _findings(gradient, runs_of(gradient), is_autocast, opt_state)
         products = report_of(gradient.forward).products
         widened = [product for product in products if product.is_widened]
-        why_wide = ()
-        if not gradient.narrow_dtypes:
-            why_wide = _why_wide(loss_fn, (params, *args), kwargs)
     verdict, advice = verdict_and_advice(findings, widened, why_wide)
     return Diagnosis(**vars(findings), verdict=verdict, advice=advice)
 
@@ -143,7 +147,7 @@ def _why_wide(
 ) -> tuple[str, ...]:
     """Returns the reasons why `autocast` narrows no product of a loss function.
 
-    Outside of `diagnose`, a warning of `autocast` gives them.
+    Outside `diagnose`, a warning of `autocast` gives them.
     """
     with as_program(loss_fn, args, kwargs, low=np.dtype(np.float16)) as call:
         return why_none_is_narrowed(call.program)
@@ -154,6 +158,7 @@ def _findings(
 ) -> Findings:
     """Collects what the runs of a gradient show."""
     run = runs.fitting
+    loss_scale = _loss_scale_in(opt_state)
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
     off, wrong_results = off_and_wrong(runs)
@@ -166,7 +171,7 @@ def _findings(
     # apart.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
-        is_autocast=is_autocast and bool(dtypes),
+        is_autocast=is_autocast,
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
         loss=float(run.loss.pair.actual),
@@ -174,8 +179,9 @@ def _findings(
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
         undetermined=_undetermined(run, judged=off.keys() | wrong_names),
-        loss_scale=_loss_scale_in(opt_state),
-        wrong=tuple(wrong_results or wrong_inside(runs, dtypes)),
+        loss_scale=None if loss_scale is None else float(loss_scale()),
+        is_scale_fixed=isinstance(loss_scale, FixedLossScale),
+        wrong=tuple(wrong_results or wrong_intermediate_value(runs, dtypes)),
         off=off,
         off_by_choices=by_choices,
         choices=tuple(choices_of(run, by_choices)),
@@ -190,16 +196,13 @@ def _findings(
     )
 
 
-def _loss_scale_in(opt_state: Any) -> float | None:
-    """Returns the loss scale in an optimizer's state as a number, or None without one."""
-    if not loss_scales_in(opt_state):
-        return None
-    loss_scale = get_loss_scale(opt_state)
-    return float(loss_scale())
+def _loss_scale_in(opt_state: Any) -> LossScale | None:
+    """Returns the loss scale in an optimizer's state, or None if there is none."""
+    return get_loss_scale(opt_state) if loss_scales_in(opt_state) else None
 
 
 def _undetermined(run: Run, judged: Container[str]) -> tuple[str, ...]:
-    """Names the gradients that were not judged, except constant ones, which are exact."""
+    """Names the gradients that were not judged, except for constant ones."""
     return tuple(
         name for name, value in run.grads.items() if value.note and name not in judged
     )
@@ -218,7 +221,7 @@ def _loss_in_float32(runs: Runs) -> float:
 
 
 def _off_unscaled(runs: Runs, right: Container[str]) -> dict[str, float]:
-    """Returns the gradients that need a loss scale, and how far they are off without it.
+    """Finds the gradients that need a loss scale, and how far they are off without one.
 
     These are right at the scale that fits, and off by more than 5% at a scale of 1.
     """

@@ -24,7 +24,7 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._diagnosis.equations import equations
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
+from optax_lossscale._diagnosis.notes import ALL, AN_INTERMEDIATE_VALUE, THE_LOSS
 from optax_lossscale._diagnosis.shadow import Argument
 from optax_lossscale._programs.call import is_traceable
 from optax_lossscale._programs.lines import line_of
@@ -203,7 +203,7 @@ def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
     numbered as well.
     """
     names = [argument.name for argument in arguments]
-    counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *names])
+    counts = Counter([THE_LOSS, ALL, AN_INTERMEDIATE_VALUE, *names])
     renamed = []
     for n, argument in enumerate(arguments):
         name = argument.name

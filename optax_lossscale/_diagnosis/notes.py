@@ -31,7 +31,7 @@ An argument whose path is this name, or one of the next two, has a number added 
 ALL = "all"
 """The name of the group of all parameters."""
 
-A_VALUE_INSIDE = "a value inside"
+AN_INTERMEDIATE_VALUE = "an intermediate value"
 """The name of any value that is neither the loss nor a gradient."""
 
 SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY

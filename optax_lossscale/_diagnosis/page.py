@@ -7,7 +7,7 @@ of what underflows, and the advice. A shortened example:
 
     Computes in float16 (100.0% of the multiplications); the loss is float32.
     Without a loss scale, float16 loses 95.7% of the gradients to underflow.
-    Off from float32: the loss by 0.0%, gradients by at most 0.1%.
+    The loss differs from float32 by 0.0%, the gradients by at most 0.1%.
     Loss scale: 2**25, with 2 bits to spare before gradients overflow.
     Underflow:       lost at 1  at 2**25  bits needed
       all            95.7%      0.0%      12
@@ -24,10 +24,10 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
+from optax_lossscale._diagnosis.notes import AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
-from optax_lossscale._diagnosis.text import abridged, aligned, percent, wrapped
+from optax_lossscale._diagnosis.text import abridged, aligned, listed, percent, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait, traits_of
 
@@ -36,7 +36,10 @@ _SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are pri
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the runs show: a `Diagnosis` except for the verdict and the advice."""
+    """What the runs show: the fields of a `Diagnosis` without its verdict and advice.
+
+    The docstring of `Diagnosis` describes them.
+    """
 
     is_autocast: bool
     dtypes: DtypeReport
@@ -46,6 +49,7 @@ class Findings:
     loss_dtype: np.dtype
     scale: float
     loss_scale: float | None
+    is_scale_fixed: bool
     wrong: tuple[Wrong, ...]
     off: dict[str, float]
     undetermined: tuple[str, ...]
@@ -62,7 +66,10 @@ class Findings:
 
     @property
     def scale_that_fits(self) -> InitialScale | None:
-        """The loss scale that fits; None without float16 or gradients, or if none fits."""
+        """The loss scale that fits, or None.
+
+        It is None if none fits, if nothing is in float16, or if all gradients are 0.
+        """
         is_scaled = np.float16 in self.computes_in and self.has_gradients
         return self.initial_scale if is_scaled else None
 
@@ -78,23 +85,24 @@ class Diagnosis(Findings):
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
       advice: what to do, in order of importance; `["Nothing."]` if all is fine.
-      is_autocast: whether the loss function itself computes in float32, so that the
-        report is about `autocast` of it.
+      is_autocast: whether the report is about `autocast(loss_fn)`, because the loss
+        function itself computes in float32.
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32 that follows the program's choices. If it is
-        finite only with float32's own choices, it is the loss with these.
+      loss_in_float32: the loss in float32 with the choices of the program, or, if that
+        is not finite, with float32's own.
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the loss scale in the optimizer's state, or None if there is no state
         or no loss scale in it.
+      is_scale_fixed: whether that loss scale is a `FixedLossScale`.
       wrong: what is wrong, and why: first the loss, then gradients, the worst first. A
         result is wrong if it is off by more than 5%, not finite even in float32, or not
         in proportion to the loss scale. If the loss and all gradients are right, there
-        is at most one value inside the model: a value in `aux` that is finite in
-        float32 only, or else the first one that is off by more than 5% in more than a
-        fifth of its numbers.
+        is at most one intermediate value: a value in `aux` that is finite in float32
+        only, or else the first one that is off by more than 5% in more than a fifth of
+        its numbers.
       off: how far the loss and each gradient are from float32's, relative to those. A
         loss whose terms cancel is compared with how much it changes with the
         parameters. Left out are constant gradients, results that are not finite in
@@ -118,7 +126,8 @@ class Diagnosis(Findings):
         not determine them, or because they are 0 in float32 as the difference of two
         equal things.
       has_gradients: whether any gradient is not 0 in float32.
-      is_finite_unscaled: whether the loss and gradients are finite without a loss scale.
+      is_finite_unscaled: whether the loss and gradients are finite without a loss
+        scale.
       off_unscaled: how far gradients are off without a loss scale. Only gradients that
         are off by more than 5% without it, and right at `scale`, are listed: they need
         a loss scale.
@@ -189,12 +198,15 @@ class Diagnosis(Findings):
         """Says which dtypes the loss function computes in."""
         how = "Computes"
         if self.is_autocast:
-            how = "In float32 as it is; with autocast, it computes"
+            how = (
+                "The loss function computes in float32, so this report is about "
+                "autocast(loss_fn), which computes"
+            )
         products = [
             f"{dtype} ({share:.1%} of the multiplications)"
             for dtype, share in self.dtypes.shares.items()
         ]
-        dtypes = " and ".join(products or map(str, self.computes_in)) or "float32"
+        dtypes = listed(products or self.computes_in) or "float32"
         return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
     def _off_sentences(self) -> Iterator[str]:
@@ -204,63 +216,64 @@ class Diagnosis(Findings):
         loss = self.off[THE_LOSS]
         grads = [off for name, off in self.off.items() if name != THE_LOSS]
         if grads:
-            gradients = f"by at most {max(grads):.1%}"
+            gradients = f"the gradients by at most {max(grads):.1%}"
             if self.undetermined:
                 n = len(self.undetermined)
-                gradients += f", but for {n} that float32 does not determine"
+                gradients += f", apart from {n} that float32 does not determine"
+        elif self.has_gradients:
+            gradients = "and the gradients are nothing but rounding error"
         else:
-            gradients = "nothing but rounding" if self.has_gradients else "are 0"
-        yield f"Off from float32: the loss by {loss:.1%}, gradients {gradients}."
+            gradients = "and all gradients are 0"
+        yield f"The loss differs from float32 by {loss:.1%}, {gradients}."
 
     def _choice_sentences(self) -> Iterator[str]:
         """Names choices that float32 makes differently, and how much they change."""
         for choice in self.choices[:_SHOWN_ROWS]:
-            yield (
-                f"Chosen otherwise than in float32: {choice.differing:.1%} of "
-                f"{choice.count}, in {choice}."
-            )
+            where = "its choice"
+            if choice.count > 1:
+                where = f"{choice.differing:.1%} of its {choice.count} choices"
+            yield f"{choice} differs from float32 in {where}."
         if self.off_by_choices:
             names = abridged(list(self.off_by_choices))
             most = percent(max(self.off_by_choices.values()))
             yield (
-                f"Off from float32 with its own choices, such as masks: {names}, at "
-                f"most by {most}."
+                "With float32's own choices, such as masks, results differ by up to "
+                f"{most} ({names})."
             )
 
     def _not_compared_sentences(self) -> Iterator[str]:
         """Names the operations that have no float32 version."""
         for operation, source in self.not_compared:
-            what = f"what {operation} computes in 16 bits at {source}"
+            why = "runs in 16 bits only"
             if Trait.EFFECTFUL in traits_of(operation):
-                results = "whose results float32 takes as they are"
-                what = f"{operation} at {source}, {results}"
-            yield f"Not compared: {what}."
+                why = "runs once, and gives float32 the same results"
+            yield f"Not compared with float32: {operation} at {source}, which {why}."
 
     def _scale_sentences(self) -> Iterator[str]:
-        """Says which loss scale fits, and where gradients overflow first."""
+        """Says which loss scale fits, and what causes an overflow at larger ones."""
         fits = self.scale_that_fits
         if fits is None:
             return
         yours = ""
         if self.loss_scale is not None:
-            yours = f"yours is {scale_name(self.loss_scale)}. What fits: "
-        yield f"Loss scale: {yours}{fits}."
+            yours = f" (yours is {scale_name(self.loss_scale)})"
+        yield f"Loss scale: {fits}{yours}."
         if self.overflow:
             yield (
-                f"Overflow: from {scale_name(2 * fits.largest)} on, first in "
+                f"Overflow: from {scale_name(2 * fits.largest)} on, caused by "
                 f"{self.overflow}."
             )
 
 
 def _how_far_off(wrong: Wrong) -> str:
-    """Formats how far a result is off; for a value inside, how many numbers are off."""
+    """Formats how far a result is off, or how many numbers of an intermediate value."""
     off = percent(wrong.off)
-    is_share = wrong.name == A_VALUE_INSIDE and math.isfinite(wrong.off)
+    is_share = wrong.name == AN_INTERMEDIATE_VALUE and math.isfinite(wrong.off)
     return f"{off} of its numbers are off" if is_share else off
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Formats the first rows of a table under its title; an empty table has no lines."""
+    """Formats the first rows of a table under its title; without rows, no lines."""
     if not rows:
         return []
     lines = aligned([title, *rows[:_SHOWN_ROWS]])

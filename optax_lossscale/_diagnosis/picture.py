@@ -15,9 +15,10 @@ _ROUNDED_TO_INFINITY = least_infinite(np.float16)
 def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     """Draws the largest size of each result as a dot, in the program's order.
 
-    A thin line connects the dot to the typical size of the result. A dotted line marks
-    where the backward pass begins, and the sizes that float16 cannot hold are shaded.
-    Results that are all 0 are left out, because the axis of sizes is logarithmic.
+    A thin line connects the dot to the root mean square of the result. A dotted line
+    marks where the backward pass begins, and the sizes that float16 cannot hold are
+    shaded. Results that are all 0 are left out, because the axis of sizes is
+    logarithmic.
     """
     axes = axes_for(axes, height=3.2)
     rows = [row for row in table.rows if row.largest]

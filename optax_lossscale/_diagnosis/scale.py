@@ -28,9 +28,9 @@ from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._diagnosis.value import Value
 
 HIGHEST = 126
-"""The exponent of the largest scale.
+"""The exponent of the largest scale that is tried and reported.
 
-The reciprocal of a larger one would be subnormal in float32, and flushed to zero.
+A `FixedLossScale` may not be larger.
 """
 
 MARGIN = 2
@@ -61,13 +61,13 @@ _SMALLEST = 2.0**-149
 _REACH = 2.0**-40
 """The smallest positive float16, 2**-24, relative to the largest, which is about 2**16.
 
-No scale keeps both the largest gradients and gradients that are smaller than them by
-more than this.
+No scale keeps both the largest gradients and those that are more than 2**40 times
+smaller.
 """
 
 
 class InitialScale(NamedTuple):
-    """The loss scale to begin with; print it for a phrase that says how much room it has.
+    """The loss scale to begin with; print it to see how much room it has.
 
     Write `DynamicLossScale(initial_scale=report.initial_scale.scale)`, for example.
 
@@ -102,9 +102,8 @@ class Underflow(NamedTuple):
     Attributes:
       lost: the share of these numbers that is zero or subnormal at a loss scale of 1.
       left: the same share at the scale that fits: what is still lost there.
-      bits: the least loss scale for this group is 2**bits. It is the smallest power of
-        two at which at most 1% of these numbers are below the normal numbers of
-        float16.
+      bits: 2**bits is the smallest power of two, as a loss scale, at which at most 1%
+        of these numbers are below the normal numbers of float16.
     """
 
     lost: float
@@ -268,7 +267,7 @@ def _is_zero_or_subnormal(value: Value) -> np.ndarray:
 
 
 def _needed_bits(sizes: np.ndarray) -> int:
-    """Returns the exponent of the smallest loss scale at which float16 loses at most 1%."""
+    """Returns the `Underflow.bits` of numbers with these absolute values."""
     normal = np.float32(least_normal(np.float16))
     # A size is `normal` times 2**exponent, times a number from 0.5 to 1. So it is
     # normal if the exponent is 1 or more, and a scale of 2**(1 - exponent) makes it

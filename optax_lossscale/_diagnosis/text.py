@@ -32,10 +32,18 @@ def abridged(names: Sequence[str]) -> str:
     return f"{shown} and {n_hidden} more" if n_hidden > 0 else shown
 
 
+def listed(names: Sequence[Any]) -> str:
+    """Lists all names, as in `a, b and c`."""
+    shown = list(map(str, names))
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
 def lines_of(operations: Iterable[Any]) -> str:
-    """Lists the distinct `source` lines of operations or notes, as `abridged` does."""
-    sources = dict.fromkeys(operation.source for operation in operations)
-    return abridged(list(sources))
+    """Lists the distinct `source` lines of operations or notes, abridged if many."""
+    sources = list(dict.fromkeys(operation.source for operation in operations))
+    return abridged(sources) if len(sources) > _SHOWN_NAMES else listed(sources)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which results are wrong, and why: the loss and gradients, or else a value inside.
+"""Which results are wrong: the loss and gradients, or else an intermediate value.
 
 The loss or a gradient is *wrong* if one of these is true:
 
@@ -12,8 +12,8 @@ Two kinds of results are not judged, because 16 bits are not to blame for them:
   as the gradient of a bias before a normalization, which is nothing but rounding error.
 - Differences of two equal things, which are 0 in float32 and only rounding in 16 bits.
 
-If the loss and all gradients are right, `wrong_inside` looks for the first intermediate
-value that is wrong. Reports call it "a value inside".
+If the loss and all gradients are right, `wrong_intermediate_value` looks for the first
+intermediate value that is wrong. Why a result is wrong is found in `cause.py`.
 
 All of this is read from *notes*. A note records how far one result of the run is off,
 and holds the notes of its operands (see `notes.py`).
@@ -35,7 +35,7 @@ from optax_lossscale._diagnosis.cause import (
 )
 from optax_lossscale._diagnosis.figures import LARGE_SHARE, TOLERANCE
 from optax_lossscale._diagnosis.notes import (
-    A_VALUE_INSIDE,
+    AN_INTERMEDIATE_VALUE,
     SUMS,
     THE_LOSS,
     Note,
@@ -54,29 +54,40 @@ _FAR_LESS = 3
 """How many times smaller the error of float32 has to be than that of 16 bits.
 
 If it is, float32 determines a result although float32 is itself off by more than 5%. A
-heuristic: values from 2 to 3 give the same reports in the tests in the repository.
+heuristic: if it were larger, fewer such results would be judged. If it were smaller, 16
+bits would be blamed for more of the errors that float32 makes as well.
 """
 
 _NEAR = 4
 """How many equations to search for a lost constant, from an infinity back.
 
-A heuristic: values from 3 to 8 give the same reports in the tests in the repository.
+A heuristic: if it were smaller, the constant to blame would be missed more often. If it
+were larger, constants that are not to blame would be named more often.
 """
 
 _NO_RIGHT_DIGIT = 0.5
 """A number that is off by more than this has no right digit, not even in binary."""
 
+_IN_FULL = {
+    How.ROUNDS: "rounds too coarsely",
+    How.AMPLIFIES: "amplifies rounding errors",
+    How.IS_A_KERNEL: "is a kernel that diagnose cannot look into",
+    How.IS_NOT_LINEAR: "is not linear in the loss scale",
+}
+"""What reports print in place of some values of `How`."""
+
 
 class Wrong(NamedTuple):
-    """A result that differs from float32's, and why.
+    """A result that is wrong, and why.
 
     Attributes:
-      name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far the loss or gradient is from float32's, relative to that: 1 if only
-        float32's is 0, and infinite if either is not finite. There are two exceptions.
-        If `how` is "is not linear", it is the relative change of the gradient that the
-        loss scale causes. For "a value inside", it is the share of its numbers that are
-        off by more than 5%, or infinite for a value in `aux` that is not finite.
+      name: "the loss", the parameter whose gradient it is, or "an intermediate value".
+      off: how far the loss or gradient is from float32's, relative to float32's: 1 if
+        only float32's is 0, and infinite if either is not finite. There are two
+        exceptions. If `how` is "is not linear", it is the relative change of the
+        gradient that the loss scale causes. For "an intermediate value", it is the
+        share of its numbers that are off by more than 5%, or infinite for a value in
+        `aux` that is not finite.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -104,10 +115,10 @@ class Wrong(NamedTuple):
     def because(self) -> str:
         """The equation at fault and what it does, as the end of a sentence."""
         if self.how is How.ADDS_UP:
-            return "rounding adds up over many lines"
+            return "rounding errors add up over many lines"
         if self.place.is_argument:
             return f"there are NaNs or infinities in {self.place}"
-        return f"{self.place} {self.how}"
+        return f"{self.place} {_IN_FULL.get(self.how, self.how)}"
 
 
 def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
@@ -141,8 +152,8 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     return off, wrong
 
 
-def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
-    """Finds the first value inside that is wrong, as a list of one, or empty if none is.
+def wrong_intermediate_value(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
+    """Finds the first intermediate value that is wrong, as a list of one or none.
 
     A value is wrong if more than a fifth of its numbers are off by more than 5%, and if
     the same is true of a later value that reads it, so that the error is not mended at
@@ -161,11 +172,12 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
       runs: the runs of the gradient.
       dtypes: the dtypes of 16 bits and fewer that the program computes in.
     """
+    name = AN_INTERMEDIATE_VALUE
     run = runs.fitting
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
-            return [_wrong_result(A_VALUE_INSIDE, note.error, cause_of(note), run)]
+            return [_wrong_result(name, note.error, cause_of(note), run)]
     candidates = _widely_off(runs)
     least = least_normal(np.float16) if np.float16 in dtypes else 0.0
     later = [note for note in [*candidates, *aux] if note.rms >= least]
@@ -176,7 +188,7 @@ def wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
         if note in still_off_later:
             cause = cause_of(note)
             if not _is_difference_of_equals(cause.note, eps):
-                return [_wrong_result(A_VALUE_INSIDE, note.off_share, cause, run)]
+                return [_wrong_result(name, note.off_share, cause, run)]
     return []
 
 
@@ -243,12 +255,12 @@ def _near_lost_constants(note: Note) -> tuple[Note, ...]:
 
 
 def _note_in_float32(runs: Runs, name: str) -> Note | None:
-    """Returns the note of a result in the run in float32, or None without such a run."""
+    """Returns the note of a result in the run in float32, if there was one."""
     return runs.in_float32.results[name].note if runs.in_float32 else None
 
 
 def _float32_determines(in_float32: Note | None, note: Note) -> bool:
-    """Whether float32 determines a value well enough for 16 bits to be wrong about it.
+    """Whether float32 determines a value well enough to judge 16 bits by it.
 
     Float32 determines a value if it differs from float64 by at most 5%, or by far less
     than 16 bits differ from float32, unless not even one digit of it is right in
@@ -266,7 +278,9 @@ def _float32_determines(in_float32: Note | None, note: Note) -> bool:
 
 
 def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | None]:
-    """Returns how far the loss or a gradient is off, and why; the cause is None if right.
+    """Returns how far the loss or a gradient is off, and why.
+
+    The cause is None if the result is right.
 
     A loss whose terms cancel may be off only because it is about 0. If all gradients
     are right, its distance from float32's is therefore compared with how much it
@@ -338,7 +352,7 @@ def _change_of_loss(runs: Runs) -> float:
     return float(change) / run.scale
 
 
-# --- values inside ---
+# --- intermediate values ---
 
 
 def _widely_off(runs: Runs) -> list[Note]:
@@ -374,5 +388,5 @@ def _is_difference_of_equals(note: Note, eps: float) -> bool:
 
 
 def _moved_from(note: Note) -> Sequence[Note]:
-    """Returns the operands of a value that a loop only moved; none of a computed value."""
+    """Returns the operands of a value that a loop moved, and none of a computed one."""
     return () if note.is_computed else note.reads

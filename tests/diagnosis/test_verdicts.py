@@ -67,11 +67,11 @@ def by_python(w, positions):
 
 
 @pytest.mark.parametrize("loss_fn", [by_scan, by_python])
-def test_a_value_inside_is_wrong_whatever_loop_reads_it(loss_fn):
+def test_an_intermediate_value_is_wrong_whatever_loop_reads_it(loss_fn):
     found = ols.diagnose(loss_fn, jnp.ones(8), POSITIONS)
-    assert "wrong values inside" in found.verdict
+    assert "wrong intermediate values" in found.verdict
     share = f"{found.wrong[0].off:.1%}"
-    assert f"a value inside  {share} of its numbers are off  " in str(found)
+    assert f"an intermediate value  {share} of its numbers are off  " in str(found)
 
 
 def by_callback(x):
@@ -358,7 +358,7 @@ def test_a_floor_that_is_0_in_float32_alone_does_not_vanish():
     assert of_w.off == 1.0
 
 
-def test_a_parameter_may_have_the_name_of_a_value_inside():
+def test_a_parameter_may_have_the_name_of_an_intermediate_value():
     @jax.custom_vjp
     def rounded(x):
         return x
@@ -370,13 +370,13 @@ def test_a_parameter_may_have_the_name_of_a_value_inside():
     rounded.defvjp(lambda x: (x, x), backward)
 
     def loss_fn(params, x):
-        w = params["a value inside"]
+        w = params["an intermediate value"]
         return jnp.mean(rounded(w * x)) + 1 + 0 * jnp.sum(w.astype(F16))
 
-    params = {"a value inside": jnp.linspace(1, 2, 64)}
+    params = {"an intermediate value": jnp.linspace(1, 2, 64)}
     found = ols.diagnose(loss_fn, params, jnp.full(64, 1.1))
     assert "gives wrong gradients" in found.verdict
-    assert found.wrong[0].name == "a value inside (argument 0)"
+    assert found.wrong[0].name == "an intermediate value (argument 0)"
 
 
 def test_a_loss_that_is_constant_is_right():
@@ -459,15 +459,15 @@ def test_gradients_that_are_off_at_1_alone_ask_for_a_scale():
     assert found.underflow == {}
     assert found.off["w"] < 0.05 < found.off_unscaled["w"]
     assert re.fullmatch(
-        r"Without a loss scale of about 2\*\*\d+, the gradient of w is off by "
-        r"\d+\.\d%\.",
+        r"Without a loss scale of about 2\*\*\d+, the gradient of w differs from "
+        r"float32 by \d+\.\d%\.",
         found.verdict,
     )
     assert found.advice[0].startswith("Wrap the optimizer")
 
     state = ols.with_loss_scale(optax.sgd(0.1), ols.FixedLossScale(1)).init(params)
     found = ols.diagnose(loss_fn, params, x, opt_state=state)
-    assert found.verdict == "Gradients are lost at your loss scale, 2**0."
+    assert found.verdict == "Gradients underflow at your loss scale of 2**0."
 
 
 def test_rows_of_a_table_that_no_one_looks_up_hide_no_underflow():
@@ -544,7 +544,8 @@ def test_what_runs_once_is_said_to_be_the_same_in_float32(dtype):
     assert operation == "io_callback"
     page = " ".join(str(found).split())
     expected = (
-        f"Not compared: io_callback at {line}, whose results float32 takes as they are."
+        f"Not compared with float32: io_callback at {line}, which runs once, and gives "
+        "float32 the same results."
     )
     assert expected in page
 
@@ -563,8 +564,10 @@ def test_what_a_callback_in_float32_makes_infinite_is_so_in_float32(
     found = ols.diagnose(loss_fn, jnp.ones(8), jnp.ones(8, F16))
     assert found.wrong[0].is_in_float32
     assert found.wrong[0].how == what_it_does
-    assert found.verdict.startswith("The loss is not finite in float32 either")
-    assert "Give io_callback" not in str(found)
+    assert found.verdict.startswith(
+        "No loss scale helps: the loss is not finite in float32 either"
+    )
+    assert "Pass float32 to io_callback" not in str(found)
 
 
 def test_an_overflow_that_a_callback_passes_on_is_found():
@@ -591,6 +594,26 @@ def test_what_a_kernel_makes_infinite_is_not_said_to_be_so_in_float32():
 
     found = ols.diagnose(loss_fn, jnp.ones(4, F16), jnp.ones(4, F16))
     assert found.wrong[0].how == "is a kernel"
+    assert "in float32" not in found.verdict
+
+
+def test_gradients_that_a_kernel_makes_infinite_are_not_said_to_be_finite_in_float32():
+    @jax.custom_vjp
+    def spoiled(x):
+        return x
+
+    def backward(_, cotangent):
+        like = jax.ShapeDtypeStruct(cotangent.shape, cotangent.dtype)
+        return (jax.pure_callback(lambda x: np.full_like(x, np.inf), like, cotangent),)
+
+    spoiled.defvjp(lambda x: (x, None), backward)
+
+    def loss_fn(w, x):
+        return jnp.mean(spoiled(w * x).astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(4, F16), jnp.ones(4, F16))
+    assert found.wrong[0].how == "is a kernel"
+    assert found.verdict.startswith("The gradient of . is not finite at any loss scale")
     assert "in float32" not in found.verdict
 
 
@@ -687,7 +710,9 @@ def test_most_gradients_that_float32_does_not_determine_are_not_fine():
     assert found.undetermined == ("b", "w")
     assert found.verdict.startswith("Float32 itself does not determine 2 of 3 grad")
     assert found.advice != ["Nothing."]
-    assert "but for 2 that float32 does not determine." in " ".join(str(found).split())
+    assert "apart from 2 that float32 does not determine." in " ".join(
+        str(found).split()
+    )
 
 
 def test_a_gradient_that_float32_does_not_determine_is_not_blamed_on_a_clip():
