@@ -28,6 +28,7 @@ FLOAT8 = [
     jnp.float8_e5m2fnuz,
 ]
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64, *FLOAT8]
+QUICK_ON_CPU = [jnp.float32, jnp.complex64, jnp.float8_e4m3fn]
 SIZES = [1, 2, 7, 64, 1_000, 65_537, 1_000_003, 4_194_304]
 
 
@@ -62,8 +63,7 @@ def each_case(*names, sizes=(7,)):
                 (platform, jnp.dtype(dtype).name, str(size)),
             )
             is_quick = dtype == jnp.float16 and size <= 65_537
-            is_common = dtype not in FLOAT8 or dtype == jnp.float8_e4m3fn
-            is_quick |= platform == "cpu" and size == 7 and is_common
+            is_quick |= platform == "cpu" and size == 7 and dtype in QUICK_ON_CPU
             marks, n = () if is_quick else pytest.mark.slow, len(names)
             cases.append(pytest.param(*values[:n], marks=marks, id="-".join(words[:n])))
     return pytest.mark.parametrize(names, cases)

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import one_in, product, quick
+from pairs import one_in, quick
 
 import optax_lossscale as ols
 
@@ -839,7 +839,8 @@ PLACED = {
 }
 
 
-@product(in_context={"in context": True, "outside": False}, loss_fn=PLACED)
+@pytest.mark.parametrize("in_context", [True, False])
+@quick("loss_fn", PLACED, "with a mask", "of a lookup", "in auto_axes")
 def test_arrays_may_be_placed_along_explicit_axes(loss_fn, in_context):
     n = jax.device_count()
     mesh = jax.make_mesh((n,), ("d",), axis_types=(AxisType.Explicit,))

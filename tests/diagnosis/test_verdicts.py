@@ -491,6 +491,7 @@ def test_a_cast_before_what_needs_digits_is_named():
     assert line_of(loss_fn, 1) in found.advice[0]
 
 
+@pytest.mark.slow
 def test_biases_that_are_normalized_away_need_no_scale_beside_others_that_do_not():
     def loss_fn(params, x):
         for layer in params[:-1]:
@@ -687,6 +688,7 @@ def test_differences_that_are_0_but_for_rounding_are_fine(loss_fn):
     assert found.advice == ["Wrap the optimizer: with_loss_scale(optimizer)."]
 
 
+@pytest.mark.slow
 def test_most_gradients_that_float32_does_not_determine_are_not_fine():
     """A variance as E[x²] - E[x]² far from 0, in float32."""
 
@@ -731,6 +733,7 @@ def test_a_gradient_that_float32_does_not_determine_is_not_blamed_on_a_clip():
     assert found.undetermined == (".",)
 
 
+@pytest.mark.slow
 def test_gradients_that_float32_gives_roughly_are_wrong_if_16_bits_are_far_worse():
     """A variance as E[x²] - E[x]² far from 0, in float32."""
     nnx = pytest.importorskip("flax.nnx")

@@ -139,6 +139,7 @@ def test_a_skipped_step_is_counted(name):
     assert metrics["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_average_of_the_diffusion_models_parameters():
     train_step, (model, average, *rest) = step_and_arguments("diffusion")
     elsewhere = jax.tree.map(jnp.ones_like, average)  # so that it would move
