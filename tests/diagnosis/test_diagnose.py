@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import one_in, quick
+from pairs import one_in, product, quick
 
 import optax_lossscale as ols
 
@@ -207,6 +207,7 @@ def test_takes_aux_keyword_arguments_and_parameters_of_any_kind():
     assert found.off.keys() == {"the loss", "w/q", "w/k", "w/v"}
 
 
+@pytest.mark.slow
 def test_takes_modules_of_frameworks():
     nnx = pytest.importorskip("flax.nnx")
     eqx = pytest.importorskip("equinox")
@@ -239,6 +240,7 @@ def test_a_loss_that_scales_its_own_gradient_counts_as_if_it_did_not(compiled):
     )
 
 
+@pytest.mark.slow
 def test_the_loss_scale_in_a_state_is_compared_and_none_is_advised():
     w, x = normal(8, 8), normal(4, 8)
     loss_fn = lambda w, x: jnp.mean((x @ w) ** 2) * 1e-4
@@ -482,8 +484,7 @@ PICKS = {
 }
 
 
-@pytest.mark.parametrize("pick", PICKS)
-@pytest.mark.parametrize("dtype", [F16, F32])
+@product(dtype={"float16": F16, "float32": F32}, pick={name: name for name in PICKS})
 def test_the_line_of_what_is_picked_is_named_and_not_that_of_picking(pick, dtype):
     def loss_fn(w, x):
         y = (x.astype(F16) * w.astype(F16)) ** 2
@@ -552,8 +553,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@quick("body", BODIES, "scan")
+@product(reverse={"forward": False, "reverse": True}, body=BODIES)
 def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
     faulty = LAYERS.at[3, 0, 0].set(3e3)
     found = ols.diagnose(steps_of(body, reverse=reverse), faulty, normal(4, 8))

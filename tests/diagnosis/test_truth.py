@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import io_callback, pallas
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from pairs import one_in, quick
+from pairs import one_in, product, quick
 
 import optax_lossscale as ols
 
@@ -446,6 +446,7 @@ def test_where_nothing_overflows_no_overflow_is_named():
     assert found.overflow is None
 
 
+@pytest.mark.slow
 def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
     @jax.custom_vjp
     def identity(x):
@@ -592,7 +593,7 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize("function", NOT_FINITE.values(), ids=NOT_FINITE)
+@one_in(2, "function", NOT_FINITE)
 def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function):
     def loss_fn(params, x):
         return jnp.sum(function(params["w"].astype(F16) * x).astype(F32))
@@ -714,8 +715,9 @@ def compared(total, n):
     return total / n - 1.3
 
 
-@pytest.mark.parametrize(
-    ("loop", "follows"), [("scan", divided), ("scan", compared), ("while", divided)]
+@product(
+    loop={"scan": "scan", "while": "while"},
+    follows={"divided": divided, "compared": compared},
 )
 def test_a_sum_that_stagnates_is_named_and_not_what_is_made_of_it(loop, follows):
     n = 600

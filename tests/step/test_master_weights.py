@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairs import product
 
 import optax_lossscale as ols
 from optax_lossscale.demo import _model, _text
@@ -45,8 +46,10 @@ def step_through(door, tx):
     return jax.jit(tx.apply_gradients if door == "apply_gradients" else by_update)
 
 
-@each_door
-@each_dtype
+@product(
+    dtype={"float16": jnp.float16, "bfloat16": jnp.bfloat16},
+    door={"apply_gradients": "apply_gradients", "update": "update"},
+)
 def test_parameters_are_the_rounding_of_the_master_weights(dtype, door):
     params = cast(PARAMS, dtype)
     tx = ols.with_loss_scale(ols.with_master_weights(optax.adamw(1e-4)), 1)

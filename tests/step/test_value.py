@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from pairs import product
 
 import optax_lossscale as ols
 
@@ -21,11 +22,9 @@ EACH_SCALE = {
     "pytorch": ols.presets.pytorch(),
 }
 each_scale = pytest.mark.parametrize("loss_scale", EACH_SCALE.values(), ids=EACH_SCALE)
-each_branch = pytest.mark.parametrize("branch", [None, "select"])
 
 
-@each_branch
-@each_scale
+@product(branch={"None": None, "select": "select"}, loss_scale=EACH_SCALE)
 def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(
     loss_scale, branch
 ):
@@ -42,8 +41,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(
         assert state.skipped_steps == state.consecutive_skipped_steps == 1
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@each_scale
+@product(compiled={"compiled": True, "eager": False}, loss_scale=EACH_SCALE)
 def test_unless_asked_nothing_looks_at_the_loss(loss_scale, compiled):
     """As in the originals: the loss scale alone decides, and goes by the gradients."""
     tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, skip=None)

@@ -220,6 +220,7 @@ for argument in ("--help", "here"):
 """
 
 
+@pytest.mark.slow
 def test_without_the_extras_the_gpu_is_reported_and_what_else_is_missing_is_named():
     command = [sys.executable, "-c", WITHOUT_EXTRAS]
     result = subprocess.run(

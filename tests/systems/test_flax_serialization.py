@@ -166,6 +166,7 @@ def test_in_whichever_order_the_two_are_imported(order):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_flax_is_not_imported_by_us():
     script = "import optax_lossscale, sys; sys.exit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -62,6 +62,7 @@ def test_the_package_is_imported_and_takes_a_step_without(without):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_what_reads_programs_or_draws_is_imported_when_it_is_used():
     script = """
         import sys
@@ -143,6 +144,7 @@ def assert_each_is_traced_once(uses):
     subprocess.run(script, check=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_what_is_first_used_inside_of_jit_is_traced_and_compiled_once():
     assert_each_is_traced_once(USES)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from pairs import quick
 
 import optax_lossscale as ols
 
@@ -198,7 +199,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@quick("make", MODELS, "imagenet", "gemma")
 def test_modules_that_promote_compute_nothing_in_float16_whatever_grad_dtype_says(make):
     step, *args = make(jnp.float32)
     assert set(ols.dtype_report(step, *args).shares) == {F32}
@@ -207,7 +208,7 @@ def test_modules_that_promote_compute_nothing_in_float16_whatever_grad_dtype_say
         computes_in(step, jnp.float16, *args)
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@quick("make", MODELS, "imagenet", "gemma")
 def test_the_same_models_in_float16_are_accused_of_nothing(make):
     step, *args = make(jnp.float16)
     computes_in(step, jnp.float16, *args)

@@ -731,7 +731,7 @@ INVARIANT = {
 }
 
 
-@pytest.mark.parametrize("inner", INVARIANT.values(), ids=INVARIANT)
+@one_in(2, "inner", INVARIANT)
 def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
     tx = ols.with_loss_scale(inner)
 
