@@ -22,9 +22,12 @@ from optax_lossscale._arrays import messages
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.validation import check_concrete
-from optax_lossscale._arrays.variables import is_variable, without_variables
+from optax_lossscale._arrays.variables import (
+    distinct_nodes,
+    is_variable,
+    without_variables,
+)
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.nesting import name_in_optax
 from optax_lossscale._step.state import LossScaleState, loss_scales_in
 from optax_lossscale._step.stuck import LossScaleError
@@ -85,8 +88,15 @@ class Experiment:
         self._has_fixed = len(adaptive) < len(loss_scales)
         # Fixed loss scales have no value that a trial could replace. They are
         # disregarded beside one that adapts; if none does, the first stands for all.
-        candidates = adaptive or loss_scales[:1]
-        self.loss_scale = jax.device_get(get_loss_scale(candidates))
+        candidates = distinct_nodes(adaptive or loss_scales[:1])
+        if len(candidates) != 1:
+            raise ValueError(
+                f"{name} needs exactly one loss scale among the step's arguments, found "
+                f"{len(candidates)}. Wrap the whole optimizer in with_loss_scale once, "
+                "and pass its state. If the step uses several states, close over the "
+                "others"
+            )
+        self.loss_scale = jax.device_get(without_variables(candidates[0]))
         states = nodes_in(self._arguments, _is_state)
         self.has_state = bool(states)
         self._skip_count = _skip_count(states)
@@ -102,7 +112,7 @@ class Experiment:
         """The trial with the arguments as they are."""
         return self.trial(self.loss_scale)
 
-    @property
+    @cached_property
     def trial_at_one(self) -> Trial:
         """The trial at a loss scale of 1, or the baseline if the scale is fixed.
 

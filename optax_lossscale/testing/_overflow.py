@@ -102,8 +102,10 @@ def assert_survives_overflow(
         outputs.
       TypeError: if the arguments are traced.
       TypeError: if the step has an argument named `ignore` that is not bound.
-      UserWarning: if no fault is found, but at an infinite loss scale, the step raises
-        an error other than the `LossScaleError` of `raise_if_stuck`.
+
+    Warns:
+      UserWarning: if no fault is found, but the step raises an error at an infinite
+        loss scale, other than the `LossScaleError` of `raise_if_stuck`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

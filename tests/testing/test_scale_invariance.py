@@ -501,10 +501,11 @@ def test_a_norm_that_is_infinite_at_high_loss_scales_is_accused_without_a_warnin
 
 def test_none_several_and_fixed_loss_scales_are_refused():
     check = functools.partial(ols.testing.assert_scale_invariant, small_step)
-    with pytest.raises(ValueError, match="exactly one loss scale"):
+    found = "exactly one loss scale among the step's arguments, found"
+    with pytest.raises(ValueError, match=rf"{found} 0\. Wrap the whole optimizer"):
         check(PARAMS, optax.sgd(0.1).init(PARAMS), X)
     state = TX.init(PARAMS)
-    with pytest.raises(ValueError, match="found 2"):
+    with pytest.raises(ValueError, match=rf"{found} 2\. .*close over the others"):
         check(PARAMS, (state, state), X)
     fixed = ols.with_loss_scale(optax.sgd(0.1), 128)
     with pytest.raises(
