@@ -1054,7 +1054,7 @@ def another_optimizers_scale_that_overflows(loss_fn, state, params, batch):
         (another_optimizers_scale, r"2\*\*-1: result\[1\](.|\n)*not an older one"),
         (
             another_optimizers_scale_that_overflows,
-            r"applied at (none|only \d)(.|\n)*another scale than that of the state",
+            r"applied at (none|only \d)(.|\n)*a scale other than that of the state",
         ),
     ],
 )
@@ -1169,7 +1169,8 @@ def test_updates_of_master_weights_that_others_change_are_found(place):
     if place == "none":
         ols.testing.assert_scale_invariant(*arguments)
     else:
-        said = r"loses digits(.|\n)*remainders\['in'\](.|\n)*Let nothing come after it"
+        after = "Let nothing come after this wrapper"
+        said = rf"loses digits(.|\n)*remainders\['in'\](.|\n)*{after}"
         with pytest.raises(AssertionError, match=said):
             ols.testing.assert_scale_invariant(*arguments)
 
