@@ -179,8 +179,8 @@ def _similarity(x: np.ndarray, y: np.ndarray) -> float:
     """Computes how similar two changes are: 2x·y / (x·x + y·y).
 
     The similarity is 1 for equal changes. For changes of equal norm, it is the cosine
-    of the angle between them. It is 0 if the cosine is at most `_MIN_COSINE`, whatever
-    the norms.
+    of the angle between them. If the cosine is at most `_MIN_COSINE`, the similarity is
+    0, whatever the norms.
     """
     dot = x @ y
     x_square = x @ x

@@ -4,7 +4,7 @@ Multiplying the loss by a power of two changes no digit of a correct step's grad
 So its outputs are equal bit for bit at all loss scales at which nothing overflows or
 underflows. A step that overflows is skipped, and a sweep leaves it out. What remains is
 underflow, which becomes worse as the loss scale falls: each halving of the scale takes
-one more bit from the smallest gradients, and in time from larger ones, too. Of these
+one more bit from the smallest gradients, and later from larger ones, too. Of these
 three outputs of a float16 step, only the first is correct:
 
     loss scale                    2**10     2**8     2**5     2**3

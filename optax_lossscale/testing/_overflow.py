@@ -38,10 +38,10 @@ def assert_survives_overflow(
     """Raises if an overflow, or a NaN in the batch, spoils what a step passes on.
 
     One bad step is enough to ruin a run: a NaN that gets into batch statistics, a
-    hidden state or an average of the parameters stays there. This assertion finds such
-    arrays that are updated without `where_applied`, replicas of `shard_map` that drift
-    apart, and steps that are not skipped at all. Put it into your tests beside
-    `assert_scale_invariant`, with the same arguments.
+    hidden state or an average of the parameters stays there. This assertion finds
+    arrays of this kind that are updated without `where_applied`, replicas of
+    `shard_map` that drift apart, and steps that are not skipped at all. Put it into
+    your tests beside `assert_scale_invariant`, with the same arguments.
 
     A step whose gradients overflow must be skipped:
 

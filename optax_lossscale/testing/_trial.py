@@ -69,7 +69,7 @@ class Trial:
 
         A returned state has one flag per replica: its `should_apply`, or False if its
         loss scale shows that the step was skipped. If the step returned no state, each
-        loss scale has one flag, which is False if the scale shows that.
+        loss scale has one flag, which is False if the scale shows a skipped step.
         """
         if not self.states:
             flags = [not self._shows_skip(x) for x in self.loss_scales]
