@@ -28,18 +28,20 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # whose outputs usually show whether the step was skipped.
 # - If it was skipped, the loss scale must adapt (`_skipping.py`). The carry, that is,
 #   whatever the step passes on to the next step (`_carry.py`), must stay as it was.
-# - If it was applied, the outputs must be the same at all loss scales, except where
+# - If it was applied, the outputs must be equal at all loss scales, except where
 #   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales,
 #   and `_dependence.py` finds differences that underflow does not explain.
 # `assert_scale_invariant` checks both, and also master weights, and a step at which the
-# loss scale grows. `assert_survives_overflow` checks only the first, but also with a
-# NaN in the batch, and checks that devices hold equal copies and the state is returned.
+# loss scale grows. `assert_survives_overflow` checks only the first, but with a NaN in
+# the batch as well. It also checks that devices hold equal copies, and that the step
+# returns the state and counts the skip in it.
 #
 # Each check is a function that returns the text of an error, or "" if it finds nothing.
-# The first line of a text says what was found; the next ones name the outputs concerned
-# and suggest a fix. One mistake often causes what several checks find, so an assertion
-# raises only the first text that is not empty. A new check goes into `_first_fault` or
-# `assert_survives_overflow`, before the checks that may find consequences of its fault.
+# The first line of a text says what was found. The next ones name the outputs concerned
+# and suggest a fix. Several checks often find consequences of one mistake, so an
+# assertion raises only the first text that is not empty. A new check goes into
+# `_first_fault` or `assert_survives_overflow`, before the checks that may find
+# consequences of its fault.
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

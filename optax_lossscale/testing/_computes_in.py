@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.dtypes import Operation, dtype_report, rows_of
 def assert_computes_in(
     step: Callable[..., Any], dtype: DTypeLike, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Raises if a step's matrix products or convolutions compute in another dtype.
+    """Raises if matrix products or convolutions do not compute in a given dtype.
 
     A model whose parameters are cast to float16 may still compute in float32: a single
     float32 input is enough. The loss does not reveal this, only the time that a step
@@ -48,9 +48,9 @@ def assert_computes_in(
       **kwargs: the step's keyword arguments, likewise.
 
     Raises:
-      AssertionError: if products or convolutions compute in another dtype. The error
-        names your source lines that compute them, with their share of the
-        multiplications.
+      AssertionError: if products or convolutions do not compute in `dtype`. The error
+        names the lines of your code that compute them, with the share of the
+        multiplications that each computes.
       ValueError: if there are no products to check.
       ValueError: if `dtype` is not a floating-point dtype.
       TypeError: if `step` is not a function.
@@ -75,7 +75,8 @@ def assert_computes_in(
     if not checked:
         raise ValueError(
             "there is no matrix product or convolution to check: pass the training "
-            f"step, or the function that computes its gradients. This one has\n{report}"
+            "step, or the function that computes its gradients. dtype_report says\n"
+            f"{report}"
         )
     wrong = [product for product in checked if product.dtype != dtype]
     if wrong:
@@ -92,8 +93,8 @@ def assert_computes_in(
 def _is_checked(product: Operation, dtype: np.dtype) -> bool:
     """Whether the assertion requires a product to compute in `dtype`.
 
-    Products of integers do not have to, and neither do products that have another dtype
-    by choice.
+    It does not require this of products of integers, nor of products that have another
+    dtype by choice.
     """
     if product.by_choice:
         return product.dtype == dtype

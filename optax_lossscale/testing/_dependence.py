@@ -4,7 +4,7 @@ Multiplying the loss by a power of two changes no digit of a correct step's grad
 So its outputs are equal bit for bit at all loss scales at which nothing overflows or
 underflows. A step that overflows is skipped, and a sweep leaves it out. What remains is
 underflow, which becomes worse as the loss scale falls: each halving of the scale takes
-one more bit from the smallest gradients, and in time from larger ones, too. Of these
+one more bit from the smallest gradients, and later from larger ones, too. Of these
 three outputs of a float16 step, only the first is correct:
 
     loss scale                    2**10     2**8     2**5     2**3
@@ -15,10 +15,11 @@ three outputs of a float16 step, only the first is correct:
 An output of a wrong step shows one of two signs:
 
 - It is a linear function of a power of the loss scale, as the norm is of the scale.
-- It changes too early, as the last row does: between two neighbouring loss scales by
-  more than two thirds of its largest change between lower ones. Changes caused by
-  underflow start small, and grow as the scale falls, as in the first row. The exception
-  is a number that underflow changes all at once, such as the sign of a gradient.
+- It changes too early, as the last row does. That is, it changes between two
+  neighbouring loss scales by more than two thirds of its largest change between lower
+  ones. Changes caused by underflow start small, and grow as the scale falls, as in the
+  first row. The exception is an element that underflow changes all at once, such as the
+  sign of a gradient.
 """
 
 import numpy as np
@@ -31,17 +32,18 @@ from optax_lossscale.testing._sweep import Sweep
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
 # The largest relative difference of two neighbouring slopes on a straight line. A
 # heuristic: rounding in float16 may cause any slopes, but hardly ever three in a row
-# that are as close as this.
+# that are as close to each other as this.
 _SLOPE_TOLERANCE = 0.02
-# Down to how many exponents below the highest loss scale the outputs of a float16 step
-# are compared. A heuristic: half of the 40 exponents between overflow, at 2**16, and
-# the smallest float16 number, 2**-24. If the largest gradient nearly overflows at the
-# highest scale, only gradients more than 2**20 times smaller become zero in this range.
+# The outputs of a float16 step are compared only at loss scales down to this many
+# exponents below the highest. A heuristic: half of the 40 exponents between overflow,
+# at 2**16, and the smallest float16 number, 2**-24. If the largest gradient nearly
+# overflows at the highest scale, only gradients more than 2**20 times smaller become
+# zero within this range.
 _REACH = 20
 # A change between two neighbouring scales may be caused by underflow if it is at most
-# this share of the output's largest change between lower scales. The rounding errors of
-# numbers that underflow grow 4 or 8 times from one scale of a sweep to the next, so a
-# share of about 1/4 is to be expected. The value leaves room for chance.
+# this share of the output's largest change between lower scales. From one scale of a
+# sweep to the next, the rounding errors of elements that underflow become 4 or 8 times
+# as large. So a share of about 1/4 is expected. The value leaves room for chance.
 _UNDERFLOW_SHARE = 2 / 3
 
 
@@ -49,8 +51,8 @@ def powers_followed(sweep: Sweep) -> dict[Path, float]:
     """Returns the power of the loss scale that each output follows, by path.
 
     An output follows a power if its values at some four neighbouring loss scales are a
-    linear function of that power of the scale, and not constant. Other outputs are left
-    out.
+    linear function of that power of the scale, and are not constant. Other outputs are
+    left out.
     """
     followed = {}
     for path, values in sweep.outputs.items():
@@ -78,8 +80,9 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     `_REACH` of the highest are compared.
 
     Returns:
-      For each such output, the exponents of the two neighbouring loss scales between
-      which it changes: of the highest pair if there are several, the higher one first.
+      A dict from the path of each such output to the exponents of the two neighbouring
+      loss scales between which it changes, the higher one first. If there are several
+      such pairs of loss scales, it holds the highest pair.
     """
     exponents = sweep.exponents
     reach = _REACH if sweep.underflowed else np.inf
@@ -89,8 +92,9 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     n_underflowing = sum(has_underflow.values())
     unexplained = {}
     for path, values in sweep.outputs.items():
-        # An output that is computed from many numbers, such as a norm, may change where
-        # one of them underflows. That shows in another output, such as Adam's moments.
+        # An output that is computed from many elements, such as a norm, may change if
+        # one of them underflows. That underflow shows in another output, such as Adam's
+        # moments.
         others_underflow = n_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
@@ -102,14 +106,14 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
 
 
 def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
-    """Whether each number underflows between neighbouring scales.
+    """Whether each element underflows between neighbouring scales.
 
-    The result is bool, of shape (scales - 1, numbers).
+    The result is bool, of shape (scales - 1, elements).
 
-    A number underflows between two loss scales if, at the lower one only, it has the
-    value that it has when all gradients underflow. An output that is a single number
-    never counts as underflowing, because it may be a flag that says whether gradients
-    are large.
+    An element underflows between two loss scales if, at the lower one only, it has the
+    value that it has when all gradients underflow. An output of a single element never
+    counts as underflowing, because it may be a flag that says whether gradients are
+    large.
     """
     before = sweep.outputs[path][:-1]
     after = sweep.outputs[path][1:]
@@ -121,10 +125,13 @@ def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
 
 
 def _explained_change(sweep: Sweep, path: Path) -> np.ndarray:
-    """Computes how much underflow and rounding may change an output; (scales - 1,)."""
+    """Computes how much underflow, rounding and noise may change an output.
+
+    The result is a norm for each pair of neighbouring scales, of shape (scales - 1,).
+    """
     values = sweep.outputs[path]
-    sizes = norm(_changes(values))
-    largest_from_here = np.maximum.accumulate(sizes[::-1])[::-1]
+    norms = norm(_changes(values))
+    largest_from_here = np.maximum.accumulate(norms[::-1])[::-1]
     largest_below = np.append(largest_from_here[1:], 0)
     by_underflow = _UNDERFLOW_SHARE * largest_below
     return np.maximum(by_underflow, sweep.tolerance(path, values[:-1]))

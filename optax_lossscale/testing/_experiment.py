@@ -2,7 +2,7 @@
 
 An `Experiment` holds the step and its arguments, and finds the loss scale among them.
 Each run of the step is a `Trial`. For example, `experiment.trial_at(10)` copies the
-arguments, replaces the loss scale by 2**10, calls the step, and records what the step
+arguments, replaces the loss scale with 2**10, calls the step, and records what the step
 returned and which arguments it changed in place.
 """
 
@@ -22,9 +22,12 @@ from optax_lossscale._arrays import messages
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.validation import check_concrete
-from optax_lossscale._arrays.variables import is_variable, without_variables
+from optax_lossscale._arrays.variables import (
+    distinct_nodes,
+    is_variable,
+    without_variables,
+)
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.nesting import name_in_optax
 from optax_lossscale._step.state import LossScaleState, loss_scales_in
 from optax_lossscale._step.stuck import LossScaleError
@@ -40,14 +43,16 @@ from optax_lossscale.testing._trial import Trial
 
 T = TypeVar("T")
 
-# The first key in the path of whatever the step returns
 RESULT = DictKey("result")
+"""The first key in the path of whatever the step returns."""
+
 # 2**126 is the largest power of two whose reciprocal, 2**-126, is a normal float32
 # number. At this loss scale, gradients of 4 or more overflow even in float32.
 _HIGH_EXPONENT = 126
-# How much a number is perturbed, relative to its size, or absolute for a zero. This is
-# multiplied by a random number from 0.5 to 1.5, so the change is 3% to 9%: at least 4
-# times 0.8%, the largest relative difference of neighbouring numbers in bfloat16.
+# How much an element is perturbed, relative to its magnitude, or absolute for a zero.
+# This is multiplied by a random number from 0.5 to 1.5, so the change is 3% to 9%. Even
+# the smallest change is 4 times the largest relative difference of neighbouring
+# bfloat16 numbers, which is 0.8%.
 _PERTURBATION = 2.0**-4
 
 
@@ -84,9 +89,16 @@ class Experiment:
         adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
         # Fixed loss scales have no value that a trial could replace. They are
-        # disregarded beside one that adapts; if none does, the first stands for all.
-        candidates = adaptive or loss_scales[:1]
-        self.loss_scale = jax.device_get(get_loss_scale(candidates))
+        # disregarded beside one that adapts. If none adapts, the first stands for all.
+        candidates = distinct_nodes(adaptive or loss_scales[:1])
+        if len(candidates) != 1:
+            raise ValueError(
+                f"{name} needs exactly one loss scale among the step's arguments, "
+                f"found {len(candidates)}. Wrap the whole optimizer in with_loss_scale "
+                "once, and pass its state. If the step uses several states, close over "
+                "the others"
+            )
+        self.loss_scale = jax.device_get(without_variables(candidates[0]))
         states = nodes_in(self._arguments, _is_state)
         self.has_state = bool(states)
         self._skip_count = _skip_count(states)
@@ -102,7 +114,7 @@ class Experiment:
         """The trial with the arguments as they are."""
         return self.trial(self.loss_scale)
 
-    @property
+    @cached_property
     def trial_at_one(self) -> Trial:
         """The trial at a loss scale of 1, or the baseline if the scale is fixed.
 
@@ -169,18 +181,19 @@ class Experiment:
         """The trials in which the step may be skipped.
 
         These are the overflow trials and all trials with perturbed arguments. The
-        perturbed ones reveal a step that replaces its gradients by zeros at an
-        overflow, but then updates the parameters all the same. With Adam's moments at
-        their initial zeros, that changes no parameter. With perturbed moments, it does.
+        perturbed ones reveal a step that replaces its gradients with zeros at an
+        overflow, but then updates the parameters anyway. With Adam's moments at their
+        initial zeros, such an update changes no parameter. With perturbed moments, it
+        does.
         """
         return self.overflow_trials + [trial for _, trial in self.perturbed_pairs]
 
     def skips_all(self, trial: Trial) -> bool:
-        """Whether a trial was skipped; if one call takes several steps, all of them.
+        """Whether a trial skipped its step, or all steps if one call takes several.
 
         Such a call may be a `lax.scan` over batches. It reports whether its last step
         was applied, and counts the skipped ones. At an infinite loss scale, it skips
-        all of its steps.
+        all of its steps, which tells how many there are.
         """
         n_steps = self.overflow_trials[-1].skip_count_change
         return trial.was_skipped and trial.skip_count_change >= n_steps
@@ -188,7 +201,7 @@ class Experiment:
     def trial_with_nan(self, path: Path) -> Trial:
         """Runs the step with a NaN in one of the arrays among its arguments."""
         values = self.floats[path].copy()
-        values.flat[:1] = np.nan  # also of an empty array, which has no first number
+        values.flat[:1] = np.nan  # [0] would raise an error for an empty array
         return self.trial(self.loss_scale, {path: values})
 
     def trial_at(self, exponent: float) -> Trial:
@@ -246,8 +259,8 @@ class Experiment:
         """Calls the step in a context that fits a trial, and returns its result.
 
         NaNs and infinities raise no error, because they are expected in some trials.
-        `metrics` shows the same loss scale in all trials, so that it does not count as
-        an output that depends on the scale. If `is_infinite`, fixed loss scales are
+        `metrics` returns the same loss scale in all trials, so that it does not count
+        as an output that depends on the scale. If `is_infinite`, fixed loss scales are
         infinite. An error of the step is kept as `_step_error`, and passed on.
         """
         with (
@@ -345,7 +358,7 @@ def _map_values(
 
 
 def _perturb(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Makes each number of an array a little larger or smaller, at random.
+    """Makes each element of an array a little larger or smaller, at random.
 
     Zeros become positive, so that second moments, such as Adam's, are not negative.
     """

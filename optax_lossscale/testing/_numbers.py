@@ -1,13 +1,13 @@
-"""The numbers in a step's arguments and outputs, as flat NumPy arrays on the host.
+"""The arrays in a step's arguments and outputs, as flat NumPy arrays on the host.
 
 The assertions compare the outputs of a step at different loss scales. The loss scale
-itself is meant to differ, so `arrays_in` excludes it, and knows it by its type alone:
-an array elsewhere that has the same value, a similar name or the same buffer is not
-excluded.
+itself is meant to differ, so `arrays_in` excludes it. It recognizes the loss scale by
+its type alone. So an array elsewhere is included, even if it has the same value, a
+similar name or the same buffer.
 
 An assertion keeps arrays of many runs, so it does not keep large ones in full. `sample`
-returns at most 2**16 numbers of an array, which tell by how much the array changes.
-`fingerprint` hashes all of its numbers, which tells whether it changes at all.
+returns at most 2**16 elements of an array, which tell by how much the array changes.
+`fingerprint` hashes all elements, which tells whether the array changes at all.
 """
 
 import hashlib
@@ -23,11 +23,16 @@ from optax_lossscale._arrays.variables import is_variable, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 
-Path = tuple[Any, ...]  # the keys that lead to a node of a tree, as JAX returns them
-Arrays = dict[Path, np.ndarray]  # flat arrays by path
+Path = tuple[Any, ...]
+"""The keys that lead to a node of a tree, as JAX returns them."""
 
-_EXCLUDED = (LossScale, SkipRule)  # their state is meant to depend on overflows
-_MAX_SAMPLE = 2**16  # how many numbers of an array are kept, at most; 512 KiB
+Arrays = dict[Path, np.ndarray]
+"""Flat arrays, by path."""
+
+# The classes whose state is meant to depend on overflows
+_EXCLUDED = (LossScale, SkipRule)
+# How many elements of an array are kept at most. They take 512 KiB.
+_MAX_SAMPLE = 2**16
 
 
 def arrays_in(tree: Any) -> dict[Path, Any]:
@@ -54,7 +59,7 @@ def arrays_in(tree: Any) -> dict[Path, Any]:
 
 
 def _is_numeric(x: Any) -> bool:
-    """Whether an array holds numbers or bools, and not PRNG keys, text or objects."""
+    """Whether an array holds numbers or bools, not PRNG keys, text or objects."""
     dtype = dtype_of(x)
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
@@ -62,7 +67,7 @@ def _is_numeric(x: Any) -> bool:
 def nodes_in(tree: Any, is_node: Callable[[Any], bool]) -> dict[Path, Any]:
     """Returns the nodes of a tree that satisfy `is_node`, by path.
 
-    Each variable inside a node is replaced by the array that it holds.
+    Each variable inside a node is replaced with the array that it holds.
     """
     nodes = jax.tree.leaves_with_path(tree, is_leaf=is_node)
     return {path: without_variables(x) for path, x in nodes if is_node(x)}
@@ -75,29 +80,29 @@ def flat(x: Any) -> np.ndarray:
     64-bit types, a Python float or a NumPy array of float64 is rounded to float32. A
     complex number becomes two floats.
     """
-    numbers = np.ravel(jax.device_get(x))
+    vector = np.ravel(jax.device_get(x))
     if not is_inexact_leaf(x):
-        return numbers.astype(np.int64)
-    numbers = numbers.astype(dtype_of(x))
-    if np.iscomplexobj(numbers):
-        numbers = numbers.view(numbers.real.dtype)
-    return numbers.astype(np.float64)
+        return vector.astype(np.int64)
+    vector = vector.astype(dtype_of(x))
+    if np.iscomplexobj(vector):
+        vector = vector.view(vector.real.dtype)
+    return vector.astype(np.float64)
 
 
 def sample(x: Any) -> np.ndarray:
-    """Returns at most 2**16 of an array's numbers, in the form that `flat` returns.
+    """Returns the vector that `flat` returns, or at most 2**16 of its elements.
 
-    A larger array is read at a regular stride, which depends on the array's size alone,
-    so the samples of an array from two runs hold the same elements.
+    The elements are at a regular stride, which depends on the array's size alone. So
+    two samples of an array, from different runs, hold elements from the same places.
     """
-    numbers = flat(x)
-    stride = -(-numbers.size // _MAX_SAMPLE)
+    vector = flat(x)
+    stride = -(-vector.size // _MAX_SAMPLE)
     stride |= 1  # at least 1, and odd: an even one would skip all imaginary parts
-    return numbers[::stride].copy()  # a view would keep the whole array alive
+    return vector[::stride].copy()  # a view would keep the whole array alive
 
 
 class Fingerprint(NamedTuple):
-    """A summary of an array, which is equal for arrays that hold equal numbers.
+    """A summary of an array, which is equal for arrays with equal elements.
 
     Attributes:
       size: the number of elements; a complex element counts as two.
@@ -110,22 +115,22 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(x: Any) -> Fingerprint:
     """Computes the fingerprint of an array; its dtype and shape do not matter."""
-    numbers = flat(x).astype(np.float64)
-    numbers[numbers == 0] = 0  # -0 is equal to 0
-    numbers[np.isnan(numbers)] = np.nan
-    digest = hashlib.sha256(numbers.data).digest()
-    return Fingerprint(numbers.size, digest)
+    vector = flat(x).astype(np.float64)
+    vector[vector == 0] = 0  # -0 is equal to 0
+    vector[np.isnan(vector)] = np.nan
+    digest = hashlib.sha256(vector.data).digest()
+    return Fingerprint(vector.size, digest)
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether all numbers of an array are finite."""
+    """Whether all elements of an array are finite."""
     return bool(np.isfinite(x).all())
 
 
 def difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Computes x - y, with 0 in place of each infinity and NaN in the result.
 
-    As a result, a number that becomes infinite or NaN does not count as a change.
+    As a result, an element that becomes infinite or NaN does not count as changed.
     """
     with np.errstate(invalid="ignore"):
         return _finite(x - y)
@@ -137,12 +142,12 @@ def norm(x: np.ndarray) -> np.ndarray:
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
-    """Replaces each infinity and NaN by 0."""
+    """Replaces each infinity and NaN with 0."""
     return np.where(np.isfinite(x), x, 0)
 
 
 def equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether two arrays hold equal numbers, where NaN equals NaN."""
+    """Whether two arrays have equal elements, where NaN equals NaN."""
     return np.array_equal(x, y, equal_nan=True)
 
 

@@ -13,7 +13,8 @@ from jax.tree_util import keystr
 
 from optax_lossscale.testing._numbers import Path
 
-_MAX_LISTED = 8  # how many outputs an error lists
+# How many outputs an error lists at most
+_MAX_LISTED = 8
 
 
 def name_of(path: Path) -> str:
@@ -53,7 +54,7 @@ def format_fault(
 ) -> str:
     """Formats the text of an error: a title, at most eight outputs, and a remedy.
 
-    Returns an empty string if there are no outputs, and so no fault.
+    If there are no outputs, there is no fault, and the text is empty.
     """
     names = [x if isinstance(x, str) else name_of(x) for x in outputs]
     if not names:

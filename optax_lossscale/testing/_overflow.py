@@ -38,10 +38,10 @@ def assert_survives_overflow(
     """Raises if an overflow, or a NaN in the batch, spoils what a step passes on.
 
     One bad step is enough to ruin a run: a NaN that gets into batch statistics, a
-    hidden state or an average of the parameters stays there. This assertion finds such
-    arrays that are updated without `where_applied`, replicas of `shard_map` that drift
-    apart, and steps that are not skipped at all. Put it into your tests beside
-    `assert_scale_invariant`, with the same arguments.
+    hidden state or an average of the parameters stays there. This assertion finds
+    arrays of this kind that are updated without `where_applied`, replicas of
+    `shard_map` that drift apart, and steps that are not skipped at all. Put it into
+    your tests beside `assert_scale_invariant`, with the same arguments.
 
     A step whose gradients overflow must be skipped:
 
@@ -57,21 +57,24 @@ def assert_survives_overflow(
     change.
 
     The batch is assumed to be the first array of floats among the arguments that is not
-    passed on, and is neither a single number nor empty. So pass constants, such as
-    class weights, after the batch. (JAX orders dicts and keyword arguments by name.) If
-    there is no such array, as with a batch of tokens, no NaN is tried.
+    passed on and is neither a scalar nor empty. So pass constants, such as class
+    weights, after the batch. (JAX orders dicts and keyword arguments by name.) If there
+    is no such array, as with a batch of tokens, no NaN is tried.
 
-    The step is run on copies of its arguments: at its own loss scale, and at 1 if the
-    scale adapts; at loss scales where gradients overflow, up to infinity; with a NaN in
-    the batch; and twice for each argument that holds floats, with small changes to it,
-    which show what the step passes on. An output that changes much as an argument does
-    counts as its new value. If it is not, list it in `ignore`. Examples are an
-    autoencoder's prediction, and a loss that is multiplied by a weight, if that weight
-    is an array among the arguments.
+    The step is run several times, on copies of its arguments:
 
-    An output that small changes do not reach is not checked. An example is a running
-    maximum that is still 0, below the numbers of the batch. Test such a step with a
-    later state, in which the maximum is above them.
+    - At its own loss scale, and at 1 if the scale adapts.
+    - At loss scales where gradients overflow, up to infinity.
+    - With a NaN in the batch.
+    - With small changes to one argument at a time, twice for each argument that holds
+      arrays of floats. These runs show what the step passes on: an output that changes
+      much as an argument does counts as its new value. If it is not, list it in
+      `ignore`. Examples are an autoencoder's prediction, and a loss that is multiplied
+      by a weight, if that weight is an array among the arguments.
+
+    A new value that does not depend on the old one may go unchecked. An example is a
+    running maximum that is still 0 and that the batch exceeds. Test such a step with a
+    later state, in which the maximum is above the elements of the batch.
 
     If the step raises an error at an infinite loss scale that adapts, that run is left
     out. Any other error of the step is passed on.
@@ -81,7 +84,7 @@ def assert_survives_overflow(
         in place, and may donate its arguments.
       *args: the step's arguments, which are not changed. They must hold exactly one
         loss scale, for instance in an optimizer state, a train state or an
-        `nnx.Optimizer`.
+        `nnx.Optimizer`. Fixed ones beside one that adapts do not count.
       ignore: the name of an output that an overflow may change, or several names, as
         they appear in the error: `"result[2]['mean']"`, or `"result[2]"` for
         everything in it.
@@ -90,20 +93,22 @@ def assert_survives_overflow(
 
     Raises:
       AssertionError: if a skipped step changes what is passed on to the next step, or
-        if a NaN in the batch makes any of this infinite or NaN. The error, like the
-        next two, names the outputs concerned, if any, and suggests a fix.
+        a NaN in the batch makes any of this infinite or NaN. This error, like the next
+        two, names the outputs concerned, if any, and suggests a fix.
       AssertionError: if the step is not skipped at an overflow, the skip is not
         counted, or the loss scale does not adapt.
       AssertionError: if the optimizer's state is not returned, or replicas differ.
-      ValueError: if the arguments hold no loss scale, or several.
+      ValueError: if the arguments hold no loss scale, or several that adapt.
       ValueError: if the step passes neither an array of floats nor a loss scale on to
         the next step. Let it return its new parameters and state.
       ValueError: if `ignore` names something that is not an output. The error lists the
         outputs.
       TypeError: if the arguments are traced.
       TypeError: if the step has an argument named `ignore` that is not bound.
-      UserWarning: if no fault is found, but at an infinite loss scale, the step raises
-        an error other than the `LossScaleError` of `raise_if_stuck`.
+
+    Warns:
+      UserWarning: if no fault is found, but the step raises an error at an infinite
+        loss scale, other than the `LossScaleError` of `raise_if_stuck`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -198,8 +203,8 @@ def _nan_not_skipped(
 def _batch_in(experiment: Experiment, carry: Carry) -> Path | None:
     """Returns the path of the argument that is assumed to be the batch, or None.
 
-    This is the first array of floats that is not in the carry, leaving out single
-    numbers and empty arrays.
+    This is the first array of floats that is not in the carry and is neither a scalar
+    nor empty.
     """
     in_carry = set(carry.values())
     for path, x in experiment.floats.items():
@@ -222,7 +227,7 @@ step.
   jax.lax.pmean(grads, axis_name).
 - Let all devices decide together: with_loss_scale(optimizer, axis_name=axis_name)."""
 _UNCOUNTED = """\
-the step is skipped, but the state that comes back does not count it.
+the step is skipped, but the state that comes back does not count the skip.
 Return the new state as it is, not one assembled from the old state and the new."""
 _CHANGED_BY_NAN = """\
 a NaN spoils what the step passes on.

@@ -8,8 +8,7 @@ The step is run in three situations, in which a correct step does the following:
 - At a step at which the loss scale grows, the outputs are the same as at a step that
   begins with the same scale, but does not let it grow.
 
-The float32 weights of `with_master_weights` are also compared with the float16
-parameters, which must be what these weights round to.
+The float32 weights of `with_master_weights` must also round to the float16 parameters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -46,14 +45,14 @@ from optax_lossscale.testing._sweep import (
 )
 from optax_lossscale.testing._trial import Trial
 
-# The least number of the 13 loss scales of a sweep at which the step must be applied. A
+# The step must be applied at this many of the 13 loss scales of a sweep, or at more. A
 # heuristic: `powers_followed` compares 4 neighbours, and `unexplained_changes` compares
 # a change at a high scale with changes at lower ones.
 _MIN_APPLIED = 8
 # How many steps ahead to look for a growth of the loss scale. A heuristic: 50 times the
 # 2000 steps between two growths of a `DynamicLossScale`.
 _MAX_STEPS_TO_GROWTH = 100_000
-# The field of a `MasterWeightsState`, as a key in the paths of its arrays
+# The field `remainders` of a `MasterWeightsState`, as a key in the paths of its arrays
 _REMAINDERS = GetAttrKey("remainders")
 
 
@@ -68,8 +67,8 @@ def assert_scale_invariant(
 
     A correct step multiplies the loss by the loss scale and divides the gradients by
     it, so its outputs are the same at any loss scale at which gradients neither
-    underflow nor overflow. In a wrong step the two operations do not cancel. Training
-    may not reveal this, since Adam's updates hardly depend on the size of the
+    underflow nor overflow. In a wrong step, the two operations do not cancel. Training
+    may not reveal this, since Adam's updates hardly depend on the magnitude of the
     gradients. Put this assertion into your tests, with the step that you train with,
     its initial state and a small batch.
 
@@ -87,17 +86,17 @@ def assert_scale_invariant(
     - With small changes to one argument at a time, it looks for what the step passes on
       to the next step, and whether a skipped step changes this.
 
-    The outputs are all numbers and bools that the step returns or changes in place,
-    except for the loss scale, also where `metrics` returns it, and the state of a skip
-    rule. In an array of more than 2**16 numbers, a regular sample is compared between
-    loss scales.
+    Outputs are all numbers and bools, and arrays of these, that the step returns or
+    changes in place. The loss scale is not compared, not even where `metrics` returns
+    it, and neither is the state of a skip rule. Of an array with more than 2**16
+    elements, only a regular sample is compared between loss scales.
 
     Args:
       step: the training step. Compile it with `jax.jit`, or the assertion takes several
         times as long. The step returns its new state or changes it in place, and may
         donate its arguments.
       *args: the step's arguments, which are not changed. They must hold exactly one
-        loss scale, for instance in an optimizer state, a train state or an
+        loss scale that adapts, for instance in an optimizer state, a train state or an
         `nnx.Optimizer`.
       ignore: the name of an output that is meant to depend on the loss scale, or
         several names, as they appear in the error: `"result[2]['scaled_norm']"`, or
@@ -106,17 +105,18 @@ def assert_scale_invariant(
         has an argument named `ignore`, bind it with `functools.partial`.
 
     Raises:
-      AssertionError: if an output depends on the loss scale. This error, like the next
-        two, names the outputs concerned, if any, gives the reason, and suggests a fix.
-        If there are several faults, only the first is reported.
+      AssertionError: if an output depends on the loss scale, or the step is skipped at
+        nearly every loss scale and returns only finite numbers. This error, like the
+        next two, names the outputs concerned, if any, gives the reason, and suggests a
+        fix. If there are several faults, only the first is reported.
       AssertionError: if a step at which gradients overflow is not skipped, changes what
         is passed on to the next step, or does not adapt the loss scale.
       AssertionError: if float32 master weights no longer round to the parameters.
-      ValueError: if the arguments hold no loss scale, or several.
+      ValueError: if the arguments hold no loss scale, or several that adapt.
       ValueError: if the loss scale is a `FixedLossScale`, which compiled steps hold as
         a constant. Test the step with one that adapts, such as `DynamicLossScale()`.
-      ValueError: if the step is skipped at nearly every loss scale and returns numbers
-        that are not finite. `diagnose` says where they appear.
+      ValueError: if the step is skipped at nearly every loss scale and returns
+        infinities or NaNs. `diagnose` says where they appear.
       ValueError: if two runs at the same loss scale differ by more than 1%, for example
         because the step draws random numbers by itself. Pass it a PRNG key instead.
       ValueError: if the step passes neither an array of floats nor a loss scale on to
@@ -125,8 +125,10 @@ def assert_scale_invariant(
         outputs.
       TypeError: if the arguments are traced.
       TypeError: if the step has an argument named `ignore` that is not bound.
-      UserWarning: if no fault is found, but at an infinite loss scale, the step raises
-        an error other than the `LossScaleError` of `raise_if_stuck`.
+
+    Warns:
+      UserWarning: if no fault is found, but the step raises an error at an infinite
+        loss scale, other than the `LossScaleError` of `raise_if_stuck`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -223,8 +225,8 @@ def _divided_twice(powers: Mapping[Path, float]) -> str:
     """Reports gradients that are divided by the loss scale once too often.
 
     If they are, most of the outputs that follow a power of the scale follow a negative
-    one. A few follow a negative power even if gradients are left scaled, because of
-    Adam's epsilon.
+    one. If gradients are left scaled, only a few outputs follow a negative power,
+    because of Adam's epsilon.
     """
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
@@ -239,7 +241,7 @@ def _still_scaled(
 ) -> str:
     """Reports outputs that are computed from scaled gradients."""
     # A silent step does not show whether it was skipped (see `Trial.is_silent`), so a
-    # change may only mean that it was.
+    # change may only mean that the step was skipped.
     changes = {} if highest.is_silent else unexplained_changes(sweep)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
@@ -279,9 +281,9 @@ def _master_weights_lost(
     """Reports float32 master weights that do not round to the float16 parameters.
 
     As nothing says which weights belong to which parameter, weights are compared with
-    each float16 array of the same size in the carry, and one of these has to match.
-    With bfloat16, the state holds only the 16 bits that a parameter lacks, which fit
-    any parameter.
+    each float16 array of the same size in the carry, and one of these must match. With
+    bfloat16, nothing is compared: the state holds only 16 bits of each weight, which
+    fit any parameter.
     """
     outputs = highest.outputs
     sizes = {path: x.size for path, x in highest.output_fingerprints.items()}
@@ -340,7 +342,8 @@ def _differ(
 def _before_growth(loss_scale: LossScale) -> LossScale:
     """Advances a loss scale by finite steps until one more would change it.
 
-    If none of 100,000 steps changes the loss scale, it is returned as it is after them.
+    If none of 100,000 steps changes it, the loss scale is returned in the state that it
+    has after them.
     """
 
     def is_steady(carry):
@@ -358,7 +361,7 @@ def _before_growth(loss_scale: LossScale) -> LossScale:
 
 _RARELY_APPLIED = """\
 the step is applied at {times} of the loss scales tried, though its outputs are finite.
-Most likely, gradients are multiplied by another scale than that of the state that the
+Most likely, gradients are multiplied by a scale other than that of the state that the
 step is given, such as the scale of another optimizer or an older state. Use
 value_and_scaled_grad(loss_fn, state) inside the step."""
 _DIVIDED = """\
@@ -370,7 +373,7 @@ These gradients are not, or no longer, multiplied by the scale that they are div
   scale_gradient(loss, state).
 - Use the state that the step is given, not an older one or a scale kept beside it.
 - Leave the unscaling to the optimizer.
-- Put anything that looks at the size of gradients, such as a clip, inside:
+- Put anything that depends on the magnitude of gradients, such as a clip, inside:
   with_loss_scale(optax.chain(clip, …)). In a custom_vjp, divide by the loss scale
   first, and multiply by it afterwards.
 - In ignore=, name outputs that are meant to depend on the loss scale."""
@@ -381,7 +384,7 @@ _BY_A_POWER = (
     "With twice the loss scale, these outputs, or their changes, are multiplied by"
 )
 _BY_A_CHANGE = (
-    "These outputs change as the loss scale rises, and underflow does not explain it:"
+    "These outputs change with the loss scale in a way that underflow does not explain:"
 )
 _STILL_SCALED_REMEDY = """\
 Most likely, they come from gradients that are still multiplied by the loss scale.
@@ -397,20 +400,20 @@ the step applies gradients that overflow.
 These outputs become infinite or NaN:"""
 _NOT_FINITE_REMEDY = """\
 Skip the step if any gradient is infinite or NaN. By default, tx.apply_gradients and
-tx.minimize do so. In a step of your own, ask ols.all_finite(grads): it is not enough to
-look for NaNs, or at the loss."""
+tx.minimize do so. In a step of your own, call ols.all_finite(grads). It is not enough
+to look for NaNs, or to check the loss."""
 _LOST = """\
 the step loses digits of its master weights.
 These float32 weights of with_master_weights no longer round to the parameters:"""
 _LOST_REMEDY = """\
 Something changes the updates of with_master_weights, so each step loses the digits that
-the parameters cannot hold. Let nothing come after it, not even a transformation of your
-own. Wrap the whole optimizer, as in with_loss_scale(with_master_weights(…)), and use
-optax.apply_updates."""
+the parameters cannot hold. Let nothing come after this wrapper, not even a
+transformation of your own. Wrap the whole optimizer, as in
+with_loss_scale(with_master_weights(…)), and use optax.apply_updates."""
 _AT_GROWTH = """\
 the step goes wrong where the loss scale grows.
 These outputs differ from what they are at the same loss scale without growth:"""
 _AT_GROWTH_REMEDY = """\
 Most likely, gradients are unscaled by the new loss scale. Unscale them by the scale
-that the loss was multiplied by, which is in the state that the step is given. Adapt it
-afterwards."""
+that the loss was multiplied by, which is in the state that the step is given. Adapt the
+scale afterwards."""

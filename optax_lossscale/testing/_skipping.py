@@ -38,7 +38,7 @@ def _is_reset(first: Trial, last: Trial) -> bool:
 
 
 def _keeps_scale(trial: Trial) -> bool:
-    """Whether a step returns the loss scale that it was given, but should change it."""
+    """Whether a step returns the loss scale that it was given, but should adapt it."""
     if_skipped, if_applied = trial.adjusted
     expected = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
     return trial.returns_only(trial.loss_scale) and trial.loss_scale not in expected
@@ -107,17 +107,18 @@ def _need_not_overflow(experiment: Experiment, carry: Carry) -> bool:
 
 _NOT_ADAPTED = """\
 the step does not adapt its loss scale.
-The loss scale comes back as it was given, or as it was at first, although gradients
-overflow, so the next step overflows, too. The reason is one of these:
+The loss scale comes back as it was given, or at its initial value, although gradients
+overflow. So the next step overflows, too. The reason is one of these:
 - The step returns an older state or loss scale. Instead, return the state with its loss
   scale, as tx.apply_gradients or tx.minimize returned it.
 - The loss itself is not finite where gradients overflow, so the loss scale does not
   fall. A step of SAM is an example, as it computes its second loss from the first
   gradient. As value=, pass a loss that is finite there, such as SAM's first one, or
-  leave value= out."""
+  omit value=."""
 _NOT_KEPT = """\
 an overflow changes what the step passes on.
 Where gradients overflow, so that the step should be skipped, it changed:"""
+
 KEEP_REMEDY = """\
 - Let tx.apply_gradients or tx.minimize take the step. They keep the parameters and the
   optimizer's state, such as Adam's count, if all transformations are inside the
@@ -126,6 +127,8 @@ KEEP_REMEDY = """\
   the parameters, use ols.where_applied(state, new, old), where state is the new state.
 - In ignore=, name outputs that are meant to change anyway, such as a replay buffer, or
   that are not passed on to the next step."""
+"""What an error suggests if a step changes outputs that it should keep."""
+
 _APPLIED = """\
 the step is applied at an infinite loss scale, where its gradients should overflow.
 It updates these outputs:"""
@@ -133,7 +136,7 @@ _APPLIED_REMEDY = """\
 The reason is one of these:
 - Gradients are not multiplied by the loss scale of the state that the step is given.
   Use value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state).
-- nan_to_num or a where replaces infinities and NaNs before they are checked. Pass the
+- nan_to_num or where replaces infinities and NaNs before they are checked. Pass the
   scaled gradients to the optimizer unchanged.
 - Nothing is checked, because the loss scale is fixed and skip=None. Use
   skip="nonfinite".

@@ -21,13 +21,18 @@ from optax_lossscale.testing._output_names import name_of
 from optax_lossscale.testing._trial import Trial
 
 # How far the exponent of each loss scale is below the first one: 0, 2, 5, 7, 10, …, 30.
-# If all distances were equal, the rounding error of a number such as 1/3, in which
-# every second bit is set, could follow the loss scale.
+# If all distances were equal, the rounding error of a number such as 1/3, whose bits
+# repeat, could grow by the same factor from each loss scale to the next, and so seem to
+# follow a power of the loss scale.
 _OFFSETS = [5 * i // 2 for i in range(13)]
-# The exponent of a loss scale at which all gradients in float16 become 0: multiplied by
-# 2**-125, they are far below 2**-25, half of float16's smallest number. A loss scale
-# can hardly be lower, because the smallest normal float32 number is 2**-126.
+
 LOWEST_EXPONENT = -125
+"""The exponent of a loss scale at which all gradients in float16 become 0.
+
+Multiplied by 2**-125, they are far below 2**-25, half of float16's smallest number. A
+loss scale can hardly be lower, because the smallest normal float32 number is 2**-126.
+"""
+
 # The exponent of a loss scale that tells dtypes of wide range from float16. It is a
 # heuristic: a step that is applied even at 2**90 is taken to compute in float32 or
 # bfloat16, because in float16 even gradients of 2**-74 would overflow.
@@ -52,12 +57,12 @@ class Sweep(NamedTuple):
 
     Attributes:
       exponents: the log2 of each loss scale; float64, shape (scales,).
-      outputs: the numbers of each output at all loss scales; float64 or int64, shape
-        (scales, numbers).
+      outputs: the samples of each output at all loss scales; float64 or int64, shape
+        (scales, elements).
       repeated: the outputs of a second run at the highest loss scale, each of shape
-        (numbers,).
+        (elements,).
       underflowed: the outputs at a loss scale at which all gradients underflow, each of
-        shape (numbers,); empty if there is no such loss scale.
+        shape (elements,); empty if there is no such loss scale.
     """
 
     exponents: np.ndarray
@@ -73,7 +78,7 @@ class Sweep(NamedTuple):
         """Computes the largest change from `x` that rounding and noise explain.
 
         `x` has the values of the output at one or more loss scales, of shape
-        (…, numbers). The result is a norm for each of them, of shape (…).
+        (…, elements). The result is a norm for each of them, of shape (…).
         """
         return np.maximum(_ROUNDING * norm(x), _NOISE_FACTOR * self.noise(path))
 

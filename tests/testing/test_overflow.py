@@ -35,7 +35,7 @@ KEPT = "where_applied"
 CHANGED = "an overflow changes what the step passes on"
 APPLIED = "the step is applied at an infinite loss scale"
 NOT_ADAPTED = "the step does not adapt its loss scale"
-UNCOUNTED = "the step is skipped, but the state that comes back does not count it"
+UNCOUNTED = "the step is skipped, but the state that comes back does not count the skip"
 NAN = "a NaN spoils what the step passes on"
 
 
@@ -254,7 +254,7 @@ def a_schedule_after_the_wrapper(right):
     return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
 
 
-@step_of(NOT_ADAPTED, "loss scale comes back as it was given, or as it was at first")
+@step_of(NOT_ADAPTED, "loss scale comes back as it was given, or at its initial value")
 def a_loss_scale_made_anew(right):
     def step(params, state, x, y):
         loss, params, state = TX.minimize(autocast_loss, state, params, x, y)

@@ -502,10 +502,11 @@ def test_a_norm_that_is_infinite_at_high_loss_scales_is_accused_without_a_warnin
 
 def test_none_several_and_fixed_loss_scales_are_refused():
     check = functools.partial(ols.testing.assert_scale_invariant, small_step)
-    with pytest.raises(ValueError, match="exactly one loss scale"):
+    found = "exactly one loss scale among the step's arguments, found"
+    with pytest.raises(ValueError, match=rf"{found} 0\. Wrap the whole optimizer"):
         check(PARAMS, optax.sgd(0.1).init(PARAMS), X)
     state = TX.init(PARAMS)
-    with pytest.raises(ValueError, match="found 2"):
+    with pytest.raises(ValueError, match=rf"{found} 2\. .*close over the others"):
         check(PARAMS, (state, state), X)
     fixed = ols.with_loss_scale(optax.sgd(0.1), 128)
     with pytest.raises(
@@ -1054,7 +1055,7 @@ def another_optimizers_scale_that_overflows(loss_fn, state, params, batch):
         (another_optimizers_scale, r"2\*\*-1: result\[1\](.|\n)*not an older one"),
         (
             another_optimizers_scale_that_overflows,
-            r"applied at (none|only \d)(.|\n)*another scale than that of the state",
+            r"applied at (none|only \d)(.|\n)*a scale other than that of the state",
         ),
     ],
 )
@@ -1169,7 +1170,8 @@ def test_updates_of_master_weights_that_others_change_are_found(place):
     if place == "none":
         ols.testing.assert_scale_invariant(*arguments)
     else:
-        said = r"loses digits(.|\n)*remainders\['in'\](.|\n)*Let nothing come after it"
+        after = "Let nothing come after this wrapper"
+        said = rf"loses digits(.|\n)*remainders\['in'\](.|\n)*{after}"
         with pytest.raises(AssertionError, match=said):
             ols.testing.assert_scale_invariant(*arguments)
 
