@@ -107,10 +107,13 @@ def _operations(eqns: Iterable[JaxprEqn]) -> str:
 
 
 def _typed(names: Names, values: Iterable[tuple[Any, Any]]) -> str:
-    """Names each value, or shows it if it is a literal, with its dtype."""
+    """Names each value, or shows it if it is a literal, with its dtype.
+
+    A token has no dtype, and is shown as in `3:token`.
+    """
     typed = []
     for v, dtype in values:
         name = v.val if isinstance(v, Literal) else names[v]
-        short_dtype = dtype.name.replace("float", "f")
+        short_dtype = "token" if dtype is None else dtype.name.replace("float", "f")
         typed.append(f"{name}:{short_dtype}")
     return ", ".join(typed)

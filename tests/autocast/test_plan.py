@@ -88,6 +88,16 @@ def test_what_is_cheap_is_repeated_where_it_is_read():
     assert all(line.startswith("island: broadcast_in_dim") for line in masks)
 
 
+def test_a_token_is_shown_without_a_dtype():
+    def fun(w, x):
+        inner = lambda token, y: (lax.after_all(token), y @ w)[1]
+        return jax.checkpoint(inner)(lax.create_token(x), x @ w)
+
+    text = lines(fun, W, X)
+    assert "run: create_token () -> 2:token" in text
+    assert any(line.startswith("  takes") and ":token" in line for line in text)
+
+
 def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
     def layers(ws, x):
         x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w) @ w, None), x @ ws[0], ws)
