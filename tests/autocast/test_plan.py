@@ -155,7 +155,7 @@ def keeping(fun, *args):
     """What each island keeps, by the operations that make it."""
     made = planned(fun, *args)
     return [
-        [name_of(s.eqn) for s in p.steps if s.eqn.outvars[0] in p.kept_reductions]
+        [name_of(s.eqn) for s in p.equations if s.eqn.outvars[0] in p.kept_reductions]
         for p in made.regions
         if p.is_recomputed
     ]
