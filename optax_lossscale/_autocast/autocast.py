@@ -87,8 +87,8 @@ def autocast(
     To leave a product in float32, give it `precision=jax.lax.Precision.HIGHEST` (`HIGH`
     is not enough), or compute it under `jax.default_matmul_precision("highest")`.
     Values that are float64, bfloat16 or float16 in `fun` itself are left unchanged as
-    well, and so is all code that no jaxpr shows, such as the inside of a Pallas kernel:
-    if a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
+    well. So is all code that no jaxpr shows, such as the inside of a Pallas kernel. If
+    a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
     products run in which dtype.
 
     Products inside `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, `custom_vjp`
@@ -102,7 +102,7 @@ def autocast(
     Args:
       fun: a function that JAX can trace. Its arguments may be arrays, trees and modules
         of arrays, and anything else. It may change Flax NNX modules and variables among
-        its arguments. Without `fun`, `autocast` is a decorator:
+        its arguments. Without `fun`, `autocast` returns a decorator, as in
         `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters; `()` if none do. A

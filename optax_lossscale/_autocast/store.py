@@ -122,7 +122,7 @@ def _regions_of_island(
 
 
 def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
-    """Divides what an island stores among its regions, in the order of running.
+    """Divides what an island stores among its regions, in the order in which they run.
 
     If the island itself reads a sum that it stores in 16 bits, as it does with the sum
     of a residual stream, a separate region stores that sum first. The equations that

@@ -93,7 +93,9 @@ def _use_of_operand(
     depth: Mapping[Var, int],
     later_uses: Mapping[Var, Use],
 ) -> Use:
-    """Returns how an equation uses an operand, if it is not narrowed or rewritable.
+    """Returns how an ordinary equation uses an operand.
+
+    An ordinary equation is not a narrowed product, and may not be rewritten.
 
     Args:
       eqn: the equation.

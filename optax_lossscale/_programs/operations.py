@@ -22,10 +22,10 @@ class Trait(Flag):
 
     An operation that only returns elements of its operands has the same results in
     every dtype that can hold these elements, so it could run in 16 bits. But its
-    derivative may be a sum, which would lose digits in 16 bits. So only operations with
-    a trait of `RUNS_AS_STORED` run in the dtype in which their operands are stored,
-    even in 16 bits. The others run in the dtype in which they were traced. The table
-    has an example of each trait:
+    derivative may be a sum, which would lose digits in 16 bits. So only an operation
+    with a trait of `RUNS_AS_STORED` runs in the dtype in which its operands are stored,
+    even in 16 bits. Any other runs in the dtype in which it was traced. One example for
+    each such trait:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -38,9 +38,9 @@ class Trait(Flag):
     CHOOSES   `clamp`             sums what one bound replaced      as traced
     ========  ==================  ================================  =========
 
-    An operation that `SPREADS` runs in 16 bits if `autocast` stores its result in 16
-    bits, but its derivative, a sum over devices, runs in float32. Every other operation
-    runs as traced, except for products and for sums that are stored in 16 bits.
+    Three exceptions run in 16 bits: narrowed products, sums that are stored in 16 bits,
+    and an operation that `SPREADS`, if `autocast` stores its result in 16 bits. The
+    derivative of the last, a sum over devices, still runs in float32.
 
     Attributes:
       MOVES: only moves elements, or leaves some out, as `reshape` and `slice` do.
