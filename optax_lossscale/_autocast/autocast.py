@@ -76,7 +76,7 @@ def autocast(
     bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
     overflow.
 
-    Which sums run in 16 bits is decided on two assumptions, which are not checked: all
+    The choice of the sums rests on two assumptions, which are not checked: all
     parameters are of order 1, and no value is multiplied so often that its range
     changes.
 
@@ -135,8 +135,8 @@ def autocast(
     Warns:
       UserWarning: when the result is called, if no product runs in 16 bits, for reasons
         that may be mistakes, such as float64 arguments. The warning names the reasons,
-        with advice. HIGHEST precision or an algorithm in `fun` itself is no such
-        reason. Nor are products of which no operand is float32 or float64.
+        with advice. It leaves out products that `fun` itself gives HIGHEST precision or
+        an algorithm, and products that have no operand in float32 or float64.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     the operations that need float32. Here all operations between two products run in

@@ -2,8 +2,8 @@
 
 What a value holds is unknown until the program runs. So this is a dataflow analysis:
 it walks the program forward, and derives the kind of each value from the operation that
-computes it and the kinds of the operands. In `exp(tanh(x @ w + b))`,
-where `b` is a parameter, the four results are
+computes it and the kinds of the operands. In `exp(tanh(x @ w + b))`, where `b` is a
+parameter, the four results are
 
     x @ w      NARROWED   in 16 bits already
     _ + b      SUM        may be stored in 16 bits from product to product

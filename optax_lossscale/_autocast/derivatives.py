@@ -85,7 +85,7 @@ def custom_vjp(
     def backward(pullback, cotangents):
         float_cotangents = filter(is_inexact, cotangents)
         arrays = list(map(_instantiate, float_cotangents))
-        # `pullback` is a pytree of arrays, so it can be an argument.
+        # `pullback` is a pytree of arrays, so a traced function can take it.
         call = rewrite(lambda pullback, arrays: pullback(arrays))
         (gradients,) = call(pullback, arrays)
         # An operand that is not perturbed has None for its gradient.

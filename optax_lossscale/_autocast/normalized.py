@@ -1,4 +1,4 @@
-"""Recognizes a value minus its own mean, or over its own norm, by its computation.
+"""Recognizes a value minus its mean, or over its norm, by how it is computed.
 
 A value minus its mean keeps about its magnitude, and a value over its norm is of order
 1, so 16 bits can hold either. But this is true only of the value's own mean and norm.

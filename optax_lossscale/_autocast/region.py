@@ -12,8 +12,8 @@ First, the dtype to which each equation casts its operands:
 - Some sums that are stored in 16 bits round their operands as well. So does an equation
   that moves elements and is not cheap, such as a transfer between devices, if only
   products read its result.
-- Any other equation that moves elements, or sums over devices, casts nothing. It runs
-  in the dtype in which its operands are stored.
+- Any other equation that moves elements, and any sum over devices, casts nothing. It
+  runs in the dtype in which its operands are stored.
 - All other equations cast their operands to the dtypes in which they were traced.
 
 Second, the dtype in which the region reads a value from outside. It has 16 bits if

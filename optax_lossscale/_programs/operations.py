@@ -24,8 +24,8 @@ class Trait(Flag):
     every dtype that can hold these elements, so it could run in 16 bits. But its
     derivative may be a sum, which would lose digits in 16 bits. So only an operation
     with a trait of `RUNS_AS_STORED` runs in the dtype in which its operands are stored,
-    even in 16 bits. Any other runs in the dtype in which it was traced. One example for
-    each such trait:
+    even in 16 bits. Any other runs in the dtype in which it was traced. The table has
+    an example for each trait of operations that only return elements:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
