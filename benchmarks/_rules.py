@@ -46,7 +46,7 @@ RULES = {
         region, "is_worth_recomputing", lambda eqns: True
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
-    "what is normalized has about the size 1": Rule(classify, "is_normalized", _no),
+    "what is normalized is of order 1": Rule(classify, "is_normalized", _no),
     "what is sent, or has a name, is in 16 bits": Rule(region, "_moves_rounded", _no),
     "sums in 16 bits are of rounded numbers": Rule(region, "_is_of_one_shape", _no),
 }

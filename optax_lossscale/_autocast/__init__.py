@@ -1,7 +1,19 @@
 """Runs any function with its matrix products in 16 bits, and most else in float32.
 
 `autocast` is a small compiler. It traces the function in float32, plans how to run the
-traced program, and runs it by that plan, which can be printed:
+traced program, and runs it by that plan. Six words are needed to read a plan:
+
+- A *product* is a matrix product or a convolution that sums. Most products are
+  *narrowed*: they read and return 16 bits.
+- A *region* is a list of equations that run as one unit. It *stores* those of its
+  results that later regions read, or that the program returns.
+- An *island* consists of cheap equations between two products, or after the last one,
+  which a compiler can fuse. It becomes one region or several. It computes in float32,
+  and rounds what the next product reads to 16 bits.
+- The values that an island reads, and a few reductions in it, are *kept* for the
+  backward pass, as residuals. In most islands, all other values are recomputed.
+
+For example:
 
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
@@ -14,21 +26,13 @@ traced program, and runs it by that plan, which can be printed:
     island: exp reduce_sum (2:f16) -> 4:f32  # ... (f)
     gives 4:f32
 
-Each line between the first and the last is a *region*: equations that run as one unit.
-In a region, an equation is called a *step*, and it casts its operands to the dtypes
-that the plan chooses. A region reads values, and *stores* those that later regions read
-or the program returns. Most regions are of two kinds:
+Each line between the first and the last is a region. The first region is a narrowed
+product: it casts `x` and `w` to float16, and stores its result, the value 2. The second
+is an island, which casts that value to float32, and stores the sum of the exponentials.
+The value 2 is kept, and the backward pass recomputes `exp` from it.
 
-- A *product*, which is a matrix product or a convolution that sums. If it is
-  *narrowed*, it reads and stores 16 bits. The code calls this dtype *low*, and a cast
-  to it *rounding*.
-- An *island*: cheap equations between two products, or after the last one, which a
-  compiler can fuse. It computes in float32, and rounds what the next product reads.
-  Only the values that it reads, and a few reductions, are *kept* for the backward pass,
-  as residuals. All others are recomputed: here `exp`, from the result of the product.
-
-Outside products, two kinds of operations stay in 16 bits: those that only move the
-numbers of a product's result, or sum them over devices, and the sums of a residual
+Outside products, two kinds of operations run in 16 bits. Some only move the elements of
+a product's result, or sum them over devices. The others are the sums of a residual
 stream, to which one layer after another adds.
 
 Three passes make the plan. Each is a pure function in its own file:
@@ -39,8 +43,8 @@ Three passes make the plan. Each is a pure function in its own file:
 2. `uses` analyses the program backward. It finds the values that a later product
    depends on, and those that are *live across* a product, that is, read after it.
    `facts` combines both passes into the dtype in which each value is stored, if it is.
-3. `store` walks backward over the islands and the equations between them, into which
-   `partition` divides the program. It decides what each island stores, and which cheap
+3. `partition` divides the program into islands and the equations between them. `store`
+   walks backward over these parts. It decides what each island stores, and which cheap
    equations an island *repeats* instead of reading their results. `region` then decides
    what a region reads and casts, and `recomputed` whether the backward pass recomputes
    it.

@@ -23,7 +23,7 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
     Islands are alike if they do the same computation, on the same lines of source code.
     The lines count because profiles and errors show them.
     """
-    computed = [v for step in island.steps for v in step.eqn.outvars]
+    computed = [v for planned in island.equations for v in planned.eqn.outvars]
     values = [*island.reads, *computed]
     positions = {v: n for n, v in enumerate(values)}
 
@@ -32,20 +32,20 @@ def key_of_island(island: Region, casting: Casting) -> Hashable:
             return key_of_literal(v)
         return positions[v]
 
-    def key_of_step(step):
-        eqn = step.eqn
+    def key_of_equation(planned):
+        eqn = planned.eqn
         return (
             key_of(eqn),
             eqn.source_info.traceback,
             eqn.source_info.name_stack,
-            tuple(step.operand_dtypes),
+            tuple(planned.operand_dtypes),
             tuple(map(key_of_value, eqn.invars)),
             tuple(v.aval for v in eqn.invars),
         )
 
     key = (
         casting,
-        tuple(map(key_of_step, island.steps)),
+        tuple(map(key_of_equation, island.equations)),
         tuple(positions[v] for v in island.stores),
         tuple(island.stores.values()),
         frozenset(positions[v] for v in island.kept_reductions),

@@ -1,8 +1,8 @@
 """`autocast`: runs a function's products in 16 bits, and most else in float32.
 
 A call of the returned function traces `fun` into a program, plans the program, and runs
-the plan. `Autocasted.plan` stops after the second step, so that the plan can be
-printed. The `__init__.py` of this folder explains what a plan is.
+the plan. `AutocastFunction.plan` does not run the plan, but returns it for printing.
+The `__init__.py` of this folder explains what a plan is.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from optax_lossscale._programs.call import Call, as_program
 _MISSING: Any = object()
 
 
-class Autocasted(Protocol):
+class AutocastFunction(Protocol):
     """The type of what `autocast` returns: a function with an attribute `plan`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,13 +42,13 @@ def autocast(
     fun: Callable[..., Any],
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
-) -> Autocasted: ...
+) -> AutocastFunction: ...
 
 
 @overload
 def autocast(
     *, dtype: Any = jnp.float16, argnums: int | Sequence[int] = 0
-) -> Callable[[Callable[..., Any]], Autocasted]: ...
+) -> Callable[[Callable[..., Any]], AutocastFunction]: ...
 
 
 def autocast(
@@ -76,8 +76,9 @@ def autocast(
     bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
     overflow.
 
-    The sums are chosen on two assumptions, which are not checked: all parameters have
-    about the size 1, and no value is multiplied so often that its range changes.
+    The choice of the sums rests on two assumptions, which are not checked: all
+    parameters are of order 1, and no value is multiplied so often that its range
+    changes.
 
     The backward pass recomputes the intermediates between two products instead of
     saving them. In the repository, `docs/benchmarks/autocast.md` compares the memory
@@ -86,8 +87,8 @@ def autocast(
     To leave a product in float32, give it `precision=jax.lax.Precision.HIGHEST` (`HIGH`
     is not enough), or compute it under `jax.default_matmul_precision("highest")`.
     Values that are float64, bfloat16 or float16 in `fun` itself are left unchanged as
-    well, and so is all code that no jaxpr shows, such as the inside of a Pallas kernel:
-    if a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
+    well. So is all code that no jaxpr shows, such as the inside of a Pallas kernel. If
+    a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
     products run in which dtype.
 
     Products inside `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, `custom_vjp`
@@ -101,21 +102,21 @@ def autocast(
     Args:
       fun: a function that JAX can trace. Its arguments may be arrays, trees and modules
         of arrays, and anything else. It may change Flax NNX modules and variables among
-        its arguments. Without `fun`, `autocast` is a decorator:
+        its arguments. Without `fun`, `autocast` returns a decorator, as in
         `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters; `()` if none do. These
-        decide which sums are stored in 16 bits between products: a product's result
-        plus a parameter, such as a bias, is stored in 16 bits, and a product's result
-        plus any other float32 argument stays in float32. So list only parameters, with
-        numbers of ordinary size. If a listed argument held a mask of -1e9 or statistics
-        of 1e5, their sums would become infinite. If it held a recurrent state, or
-        weights that inner steps update, these would lose digits.
+      argnums: which positional arguments hold the parameters; `()` if none do. A
+        product's result plus a parameter, such as a bias, may be stored in 16 bits
+        between products. A product's result plus any other float32 argument stays in
+        float32. So list only parameters, and only those of ordinary magnitude. If a
+        listed argument held a mask of -1e9 or statistics of 1e5, a sum with it would be
+        infinite in float16. If it held a recurrent state, or weights that inner steps
+        update, it would lose digits.
 
-        Parameters that are passed by keyword do not count. Nor do parameters of shape
-        (), such as a step size, or the values that they multiply. In Flax NNX, the
-        parameters are the `nnx.Param`s among the arguments, whatever `argnums` says. In
-        any other listed module, every array counts.
+        Three things do not count as parameters: arguments passed by keyword, arrays of
+        shape (), such as a step size, and values multiplied by such an array. In Flax
+        NNX, the parameters are the `nnx.Param`s among the arguments, whatever `argnums`
+        says. In any other listed module, every array counts.
 
     Returns:
       A function of the same arguments. It treats an argument in `dtype` as float32, so
@@ -129,8 +130,13 @@ def autocast(
       ValueError: if `dtype` is neither float16 nor bfloat16.
       ValueError: if `argnums` repeats a number.
       ValueError: when the result is called, if a number in `argnums` is out of range.
-        Arguments passed by keyword count for the range, but are never treated as
-        parameters.
+        Arguments passed by keyword have the positions after the positional ones.
+
+    Warns:
+      UserWarning: when the result is called, if no product runs in 16 bits, for reasons
+        that may be mistakes, such as float64 arguments. The warning names the reasons,
+        with advice. It leaves out products that `fun` itself gives HIGHEST precision or
+        an algorithm, and products that have no operand in float32 or float64.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     the operations that need float32. Here all operations between two products run in
@@ -226,7 +232,7 @@ def _parameters(
 
 def _kinds(call: Call) -> Kinds:
     """Returns the kind of each array in the arguments of a call."""
-    # A single number may be a step size or a statistic, which can have any size.
+    # A single number may be a step size or a statistic, of any magnitude.
     return tuple(
         Kind.PARAMETER if is_parameter and x.shape else Kind.FLOAT32
         for x, is_parameter in zip(call.arrays, call.is_parameter, strict=True)

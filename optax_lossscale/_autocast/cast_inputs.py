@@ -20,7 +20,7 @@ from optax_lossscale._programs.values import FLOAT32, astype, dtype_in
 
 
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that needs it.
+    """Makes `autocast` cast inputs of `fun` to 16 bits, for kernels that need them.
 
     `autocast` cannot look into a kernel, such as one written in Pallas or cuDNN's
     attention, and would pass it float32. Wrap such a kernel with `cast_inputs`: while
@@ -29,7 +29,7 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     context `fun` is called unchanged.
 
     A large negative bias becomes -inf in float16: pass the kernel a mask instead. If a
-    function has a custom derivative, wrap that function and not the kernels in its
+    function has a custom derivative, wrap that function, not the kernels in its
     rules. Flax NNX modules are allowed among the arguments, and variables that `fun`
     sets in them stay set.
 

@@ -1,29 +1,28 @@
 """The first pass: the kind of each value, which decides whether 16 bits can hold it.
 
-The numbers of a value are unknown until the program runs. So this is a dataflow
-analysis: it walks the program forward, and derives the kind of each value from the
-operation that computes it and the kinds of the operands. In `exp(tanh(x @ w + b))`,
-where `b` is a parameter, the four results are
+What a value holds is unknown until the program runs. So this is a dataflow analysis:
+it walks the program forward, and derives the kind of each value from the operation that
+computes it and the kinds of the operands. In `exp(tanh(x @ w + b))`, where `b` is a
+parameter, the four results are
 
-    x @ w      PRODUCT   in 16 bits already
-    _ + b      SUM       may be stored in 16 bits from product to product
-    tanh(_)    NEAR      in float32; a sum with it may still be stored in 16 bits
-    exp(_)     FLOAT32   in float32, and so is a sum with it
+    x @ w      NARROWED   in 16 bits already
+    _ + b      SUM        may be stored in 16 bits from product to product
+    tanh(_)    NEAR       in float32; a sum with it may still be stored in 16 bits
+    exp(_)     FLOAT32    in float32, and so is a sum with it
 
-`Kind` defines the kinds. An operation that only moves numbers, or chooses among its
-operands, returns the `join` of their kinds. For other operations, if some operand is a
-PRODUCT, SUM or NEAR, and none is FLOAT32:
+`Kind` defines the kinds. The result of an operation that only moves elements, or
+chooses among its operands, has the `join` of their kinds. For other operations, if some
+operand is NARROWED, SUM or NEAR, and none is FLOAT32:
 
 - A sum is a SUM, except that NEAR plus a literal or a parameter stays NEAR.
-- A multiplication by a factor of about the size 1, a division by a literal, or a `tanh`
-  is NEAR.
+- A multiplication by a factor of order 1, a division by a literal, or a `tanh` is NEAR.
 
 A value minus its own mean, or divided by its own norm, is NEAR as well. `normalized`
-recognizes such values, which saves memory and traffic (see `store`) in a ResNet, and in
-transformers with a norm after each sum.
+recognizes such values. This rule saves memory and traffic (see `store`) in a ResNet,
+and in transformers with a norm after each sum.
 
-The pass makes two assumptions that it does not check. First, all parameters have about
-the size 1. Second, no value is multiplied so often that its range changes: after nine
+The pass makes two assumptions that it does not check. First, all parameters are of
+order 1. Second, no value is multiplied so often that its range changes: after nine
 multiplications by 4, which make a factor of 2**18, a value still counts as NEAR.
 """
 
@@ -60,16 +59,16 @@ class Kind(enum.IntEnum):
     The kinds up to LARGE are computed from literals, masks and parameters alone.
 
     Attributes:
-      NUMBER: a literal whose absolute value is 0 or from 1/256 to 4, a mask, or a value
+      NUMBER: a literal whose magnitude is 0 or from 1/256 to 4, a mask, or a value
         computed from these.
       PARAMETER: a parameter, or a value computed from parameters and NUMBERs.
-      LARGE: a literal whose absolute value is from 4 to 256, or a value computed with
-        one. It may be a term of a sum, but not a factor.
-      PRODUCT: the result of a narrowed product, possibly moved: it is in 16 bits
+      LARGE: a literal whose magnitude is from 4 to 256, or a value computed with one.
+        It may be a term of a sum, but not a factor.
+      NARROWED: the result of a narrowed product, possibly moved. It is in 16 bits
         already.
-      SUM: a sum with a PRODUCT, or a choice between a PRODUCT and another number, such
-        as a `relu` or a mask. It may be stored in 16 bits from product to product, as
-        in a model cast by hand.
+      SUM: a sum with a NARROWED value, or a choice between a NARROWED value and
+        another, as by a `relu` or a mask. It may be stored in 16 bits from product to
+        product, as in a model cast by hand.
       NEAR: a value computed from the kinds above that has about their range. It stays
         in float32, and is recomputed. The sum of a NEAR value and a SUM is a SUM.
       FLOAT32: any other value: it may have another range, or need more digits.
@@ -78,7 +77,7 @@ class Kind(enum.IntEnum):
     NUMBER = enum.auto()
     PARAMETER = enum.auto()
     LARGE = enum.auto()
-    PRODUCT = enum.auto()
+    NARROWED = enum.auto()
     SUM = enum.auto()
     NEAR = enum.auto()
     FLOAT32 = enum.auto()
@@ -87,10 +86,10 @@ class Kind(enum.IntEnum):
 Kinds = tuple[Kind, ...]
 """The kinds of several values, in order."""
 
-# The kinds of about the size 1, by which a value may be multiplied
+# The kinds of order 1, by which a value may be multiplied
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
 # A value of one of these kinds is NEAR once it is normalized
-_NORMALIZABLE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
+_NORMALIZABLE = frozenset({Kind.NARROWED, Kind.SUM, Kind.NEAR})
 # A literal within these bounds, whatever its sign, can multiply, divide or be added to
 # a value, and the result has about the range of the value. The bounds are heuristics. A
 # division by the smallest divisor is a multiplication by the largest factor.
@@ -110,7 +109,7 @@ def classify(jaxpr: AnyJaxpr, arguments: Kinds) -> Mapping[Var, Kind]:
     for eqn in program.eqns:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
-            results = [Kind.PRODUCT]
+            results = [Kind.NARROWED]
         elif may_be_rewritten(eqn):
             results = _kinds_of_results(eqn, operands)
         else:
@@ -137,9 +136,9 @@ def join(kinds: Iterable[Kind]) -> Kind:
     """Returns the kind of a value that may be any of several, given their kinds."""
     distinct = set(kinds)
     latest = max(distinct)
-    # A PRODUCT is always stored in 16 bits, which would round the value where it is a
-    # parameter, for example. A SUM is stored in 16 bits only where that pays.
-    if latest == Kind.PRODUCT and len(distinct) > 1:
+    # A NARROWED value is always stored in 16 bits, which would round the value where it
+    # is a parameter, for example. A SUM is stored in 16 bits only where that pays.
+    if latest == Kind.NARROWED and len(distinct) > 1:
         return Kind.SUM
     return latest
 
@@ -191,7 +190,7 @@ def _fills_with_a_number(eqn: JaxprEqn) -> bool:
 
 
 def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether the results of an operation have about the range of its operands."""
+    """Whether the results of an equation have about the range of its operands."""
     eqn_traits = traits(eqn)
     if Trait.DIVIDES in eqn_traits:
         divisor = eqn.invars[1]
@@ -200,11 +199,11 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
         return isinstance(divisor, Literal) and abs(divisor.val) >= _SMALLEST_DIVISOR
     if Trait.MULTIPLIES in eqn_traits:
         return not _FACTORS.isdisjoint(operands)
-    return bool(eqn_traits & (Trait.ADDS_TWO | Trait.NEAR))
+    return bool(eqn_traits & (Trait.ADDS_TWO | Trait.KEEPS_RANGE))
 
 
 def _kind_of_literal(literal: Literal) -> Kind:
-    """Returns the kind of a literal, by its absolute value.
+    """Returns the kind of a literal, by its magnitude.
 
     A LARGE literal may be a term but not a factor: two multiplications by 200 would
     bring 2 to 80,000, and the largest number of float16 is 65,504.

@@ -14,7 +14,6 @@ The products in the user's rule are narrowed as well: the new rule is passed thr
 `rewrite`, which traces a function, plans the traced program, and runs the plan.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -86,8 +85,9 @@ def custom_vjp(
     def backward(pullback, cotangents):
         float_cotangents = filter(is_inexact, cotangents)
         arrays = list(map(_instantiate, float_cotangents))
-        # `pullback` is a pytree of arrays, so its call can be traced like any function.
-        (gradients,) = rewrite(operator.call)(pullback, arrays)
+        # `pullback` is a pytree of arrays, so a traced function can take it.
+        call = rewrite(lambda pullback, arrays: pullback(arrays))
+        (gradients,) = call(pullback, arrays)
         # An operand that is not perturbed has None for its gradient.
         positions = range(len(operands))
         return tuple(map(gradients.get, positions))

@@ -98,16 +98,16 @@ def facts_of(
 def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
     """Returns the dtype in which to store a value of this kind and use.
 
-    A PRODUCT is in 16 bits already. A SUM is stored in 16 bits if a product depends on
-    it and it is live across one. Any other value has the dtype in which it was traced,
-    but `store` may still round it, if only products read it. `store` also decides
-    whether a value is stored at all.
+    A NARROWED value is in 16 bits already. A SUM is stored in 16 bits if a product
+    depends on it and it is live across one. Any other value has the dtype in which it
+    was traced, but `store` may still round it, if only products read it. `store` also
+    decides whether a value is stored at all.
 
-    The rule depends on the use, and not on the program that holds the reader: a `scan`
-    or `cond` around the reader does not change the dtype.
+    The rule depends on the use, not on the program that holds the reader: a `scan` or
+    `cond` around the reader does not change the dtype.
     """
     traced = dtype_in(v)
-    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and use == BOTH)
+    is_low = kind == Kind.NARROWED or (kind == Kind.SUM and use == BOTH)
     if is_low and traced == FLOAT32:
         return low
     return traced

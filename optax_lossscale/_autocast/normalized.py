@@ -1,9 +1,9 @@
-"""Finds values minus their own mean, or over their own norm, by how they are computed.
+"""Recognizes a value minus its mean, or over its norm, by how it is computed.
 
-A value minus its mean keeps about its size, and a value over its norm has about the
-size 1, so 16 bits can hold either. But this is true only of a value's own mean and
-norm. Divided by the norm of another value, or by a mean, which may be 0, a value may
-have any size.
+A value minus its mean keeps about its magnitude, and a value over its norm is of order
+1, so 16 bits can hold either. But this is true only of the value's own mean and norm.
+Divided by the norm of another value, or by a mean, which may be 0, a value may be of
+any magnitude.
 
 So the result of each equation is matched against the formulas of means and norms. A
 result that may be part of a formula has a *role* in it, and a *source*: the value that
@@ -18,13 +18,13 @@ may be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all resu
     x * _            "normalized"
 
 If the mean of the source was subtracted first, the roles are *centred*: a centred power
-is the variance of `x`. To recognize another formula, add its steps to `_RULES`.
+is the variance of `x`. To recognize another formula, add its operations to `_RULES`.
 
-The axes of a mean or a norm are not checked, nor is the order of the numbers. So rows
-that are divided by the norms of other rows count as normalized, though they may have
-any size. No model is known that divides in this way. If a model does, float16 may
-overflow, which the loss scale detects, and bfloat16 may lose digits, which `diagnose`
-shows, but training does not.
+The axes of a mean or a norm are not checked, nor is the order of the elements. So rows
+that are divided by the norms of other rows count as normalized, though they may be of
+any magnitude. No model is known that divides in this way. In such a model, float16 may
+overflow, which the loss scale detects. In bfloat16, digits may be lost, which
+`diagnose` shows, but training does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -110,8 +110,7 @@ def role_of(
 
     Args:
       eqn: the equation.
-      are_factors: whether each operand is a parameter, a mask or a literal of about
-        the size 1.
+      are_factors: whether each operand is a parameter, a mask or a literal of order 1.
       roles: the roles of earlier results. Any other variable has the role "value", and
         is its own source.
     """
@@ -186,7 +185,7 @@ def _role_of_operand(v: Var | Literal, roles: Mapping[Var, Role]) -> Role:
 
 
 def _rearranges(eqn: JaxprEqn) -> bool:
-    """Whether the result has all numbers of the only operand, in another order."""
+    """Whether the result has all elements of the only operand, in another order."""
     eqn_traits = traits(eqn)
     if len(eqn.invars) != 1 or Trait.SELECTS in eqn_traits:
         return False

@@ -1,10 +1,10 @@
-"""Makes the plan of a program: what each step casts, and what each region stores.
+"""Makes the plan of a program: what each equation casts, and what each region stores.
 
 `facts` and `store` do most of the work. This file applies them to the program, and to
 the programs in each equation that is *rewritten*, that is, runs its programs by plans
-of their own. A `scan`, for example, becomes a step with a plan for its body. That plan
-depends on the program around the scan: on the kinds and dtypes of the scan's operands,
-and on the uses and dtypes of its results.
+of their own. A `scan`, for example, gets a plan for its body. This plan depends on the
+program around the scan: on the kinds and dtypes of the scan's operands, and on the uses
+and dtypes of its results.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from optax_lossscale._autocast.classify import Kinds, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import is_rewritten
-from optax_lossscale._autocast.region import Region, Step
+from optax_lossscale._autocast.region import PlannedEquation, Region
 from optax_lossscale._autocast.shown import text_of
 from optax_lossscale._autocast.store import regions_of
 from optax_lossscale._autocast.uses import (
@@ -108,11 +108,11 @@ def _plan(
     if len(meshes) > 1:
         casting = casting._replace(keeps_reductions=False)
     facts = facts_of(jaxpr, in_dtypes, kinds, result_uses, casting)
-    rewritten_steps = {}
+    rewritten = {}
     for eqn in eqns:
         if is_rewritten(eqn):
-            rewritten_steps[eqn] = _rewritten_step(facts, eqn)
-    regions = regions_of(facts, rewritten_steps)
+            rewritten[eqn] = _rewritten(facts, eqn)
+    regions = regions_of(facts, rewritten)
     return Plan(
         in_dtypes=in_dtypes,
         out_dtypes=out_dtypes,
@@ -122,15 +122,16 @@ def _plan(
     )
 
 
-def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
-    """Makes the step of an equation that is rewritten, with plans for its programs."""
+def _rewritten(facts: Facts, eqn: JaxprEqn) -> PlannedEquation:
+    """Plans an equation that is rewritten, and the programs in it."""
     outer_kinds = kinds_of(eqn.invars, facts.kinds)
     kinds = kinds_inside(eqn, outer_kinds)
     outer_uses = tuple(facts.uses[v] for v in eqn.outvars)
     result_uses = result_uses_inside(eqn, outer_uses)
     dtypes = _dtypes_of(facts, eqn, kinds, result_uses)
     casting = facts.casting
-    # Inside a scan it is unnecessary, as the documentation of `jax.checkpoint` says.
+    # Inside a scan, `prevent_cse` is unnecessary, as the documentation of
+    # `jax.checkpoint` says.
     if Trait.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
     if Trait.CHECKPOINTS in traits(eqn):
@@ -147,14 +148,14 @@ def _rewritten_step(facts: Facts, eqn: JaxprEqn) -> Step:
             casting,
         )
         plans.append(plan)
-    return Step(eqn, dtypes.operands, plans)
+    return PlannedEquation(eqn, dtypes.operands, plans)
 
 
 class _EquationDtypes(NamedTuple):
     """The dtypes of what a rewritten equation and its programs read and return.
 
     Attributes:
-      operands: the dtype to which the step casts each operand.
+      operands: the dtype to which the equation casts each operand.
       inside: the dtype in which the programs read each operand. Operands before
         `first_inner_operand` have one as well, although no program reads them.
       results: the dtype in which the programs return each result.

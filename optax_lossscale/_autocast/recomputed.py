@@ -1,11 +1,11 @@
 """Decides which islands the backward pass recomputes, and which results are saved.
 
 The backward pass recomputes an island from the values that the island reads. Two kinds
-of islands are not recomputed: those that only move numbers, and those in an associative
-scan, which are recognized by a `pad` that puts numbers between those of an array.
+of islands are not recomputed: those that only move elements, and those in an
+associative scan, which are recognized by a `pad` that puts padding between elements.
 
-In a recomputed island, some reductions are *kept*, that is, saved as residuals too:
-those that reduce a large array to a few numbers, and would need another pass over that
+In a recomputed island, some reductions are *kept*, that is, saved as residuals too.
+These reduce a large array to a few elements, and would need another pass over that
 array. An example is the sum over the vocabulary in a cross-entropy.
 """
 
@@ -31,11 +31,11 @@ _FEWEST_TERMS = 32
 def is_worth_recomputing(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations compute floats, and are not part of an associative scan.
 
-    Equations that only move numbers compute nothing, and their derivatives read no
+    Equations that only move elements compute nothing, and their derivatives read no
     floats, only indices. So recomputing them gains nothing, and in a recommender it
-    costs traffic (see `store`). Each level of an associative scan pads between numbers,
-    and is a separate pass over memory. Recomputing the scan would save memory in Mamba,
-    but cost traffic. To choose this, wrap the scan in `jax.checkpoint`.
+    costs traffic (see `store`). Each level of an associative scan pads between
+    elements, and is a separate pass over memory. Recomputing the scan would save memory
+    in Mamba, but cost traffic. To choose this, wrap the scan in `jax.checkpoint`.
     """
     if any(map(_pads_between, eqns)):
         return False
@@ -72,7 +72,7 @@ def _computes_floats(eqn: JaxprEqn) -> bool:
 
 
 def _pads_between(eqn: JaxprEqn) -> bool:
-    """Whether an equation pads between the numbers of its operand."""
+    """Whether an equation pads between the elements of its operand."""
     padding = eqn.params.get("padding_config", ())
     return any(interior for _, _, interior in padding)
 

@@ -1,25 +1,24 @@
 """Regions: lists of equations that run as one, with what they cast, read and store.
 
 For `exp(x @ w) @ w`, the region between the two products reads the result of `x @ w` in
-16 bits, its step `exp` casts it to float32, and the region stores the result of `exp`
-in 16 bits.
+16 bits, casts it to float32 for `exp`, and stores the result of `exp` in 16 bits.
 
 `region_of_island` and `region_of_equation` build a region from its equations and the
 values that later regions read. They decide two things.
 
-First, the dtype to which each step casts its operands:
+First, the dtype to which each equation casts its operands:
 
-- A product *rounds* its operands: it casts them to 16 bits.
-- Some sums that are stored in 16 bits round their operands as well. So do moves that
-  are not cheap, such as a transfer between devices, if only products read what they
-  move.
-- All other moves, and sums over devices, cast nothing. They run in the dtype in which
-  their operands are stored.
-- All other steps cast their operands to the dtypes in which they were traced.
+- A narrowed product *rounds* its operands: it casts them to 16 bits.
+- Some sums that are stored in 16 bits round their operands as well. So does an equation
+  that moves elements and is not cheap, such as a transfer between devices, if only
+  products read its result.
+- Any other equation that moves elements, and any sum over devices, casts nothing. It
+  runs in the dtype in which its operands are stored.
+- All other equations cast their operands to the dtypes in which they were traced.
 
-Second, the dtype in which the region reads a value from outside. It is 16 bits if every
-step that reads the value rounds it, or only moves it to readers that need 16 bits.
-Otherwise it is the dtype that `facts` has for the value.
+Second, the dtype in which the region reads a value from outside. It has 16 bits if
+every equation that reads the value rounds it, or only moves it to readers that need 16
+bits. Otherwise it is the dtype that `facts` has for the value.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ Dtypes = Mapping[Var, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class PlannedEquation:
     """An equation in a region, with the dtypes to which it casts its operands.
 
     Attributes:
@@ -68,19 +67,18 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """An island, a part of an island, or a single step such as a product.
+    """An island, a part of an island, or a single equation such as a product.
 
     Attributes:
-      steps: the steps, in the order in which they run.
+      equations: the equations, in the order in which they run.
       reads: the values from outside, with the dtypes in which the region needs them. If
-        a value is stored in another dtype, the steps cast it.
+        a value is stored in another dtype, the equations that read it cast it.
       stores: the values for later regions, with their dtypes.
-      is_recomputed: whether the backward pass recomputes its steps.
-      kept_reductions: the results of its steps that `jax.checkpoint` saves as
-        residuals.
+      is_recomputed: whether the backward pass recomputes the region.
+      kept_reductions: the results that `jax.checkpoint` saves as residuals.
     """
 
-    steps: Sequence[Step]
+    equations: Sequence[PlannedEquation]
     reads: Dtypes
     stores: Dtypes
     is_recomputed: bool = False
@@ -96,19 +94,19 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
       stores: the results that the region stores, with their dtypes.
     """
     rounding_sums = _rounding_sums(facts, eqns, stores)
-    steps = []
+    equations = []
     for eqn in eqns:
         rounds_operands = eqn in rounding_sums
         operand_dtypes = _operand_dtypes(eqn, facts.low, rounds_operands)
-        steps.append(Step(eqn, operand_dtypes))
+        equations.append(PlannedEquation(eqn, operand_dtypes))
     casting = facts.casting
     is_recomputed = casting.recomputes and is_worth_recomputing(eqns)
     kept = frozenset()
     if is_recomputed and casting.keeps_reductions:
         kept = kept_reductions(eqns, stores)
     return Region(
-        steps=steps,
-        reads=_reads(facts, steps, stores),
+        equations=equations,
+        reads=_reads(facts, equations, stores),
         stores=stores,
         is_recomputed=is_recomputed,
         kept_reductions=kept,
@@ -116,7 +114,7 @@ def region_of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> 
 
 
 def region_of_equation(
-    facts: Facts, eqn: JaxprEqn, rewritten_step: Step | None, live: Dtypes
+    facts: Facts, eqn: JaxprEqn, rewritten: PlannedEquation | None, live: Dtypes
 ) -> Region:
     """Builds the region for an equation outside islands; it stores all results.
 
@@ -128,22 +126,22 @@ def region_of_equation(
     Args:
       facts: the facts about the program.
       eqn: the equation.
-      rewritten_step: the step with the plans for its programs; None if the equation is
-        not rewritten.
+      rewritten: the equation with plans for its programs; None if the equation is not
+        rewritten.
       live: the values that are read later, with the dtypes in which to store them.
     """
     low = facts.low
-    results = {v: live.get(v, low) for v in eqn.outvars}
+    results = {v: live[v] for v in eqn.outvars if v in live}
     is_cheap = Trait.CHEAP in traits(eqn)
     rounds_operands = _moves_rounded(eqn, results, low) and not is_cheap
-    step = rewritten_step
-    if step is None:
+    planned = rewritten
+    if planned is None:
         operand_dtypes = _operand_dtypes(eqn, low, rounds_operands)
-        step = Step(eqn, operand_dtypes)
+        planned = PlannedEquation(eqn, operand_dtypes)
     stores = {v: _dtype_needed(facts, v, rounds_operands) for v in eqn.outvars}
     return Region(
-        steps=[step],
-        reads=_reads(facts, [step], results),
+        equations=[planned],
+        reads=_reads(facts, [planned], results),
         stores=stores,
     )
 
@@ -202,7 +200,7 @@ def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list
     traced = dtypes_in(eqn.invars)
     if rounds_operands:
         # The derivative of spreading an array over devices is a sum over the devices,
-        # which must run in float32. So the step does not cast the operand: `run` does,
+        # which must run in float32. So the equation does not cast its operand: `run` does,
         # in a function with a custom derivative.
         if Trait.SPREADS in traits(eqn):
             return traced
@@ -215,24 +213,27 @@ def _operand_dtypes(eqn: JaxprEqn, low: np.dtype, rounds_operands: bool) -> list
     return traced
 
 
-def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
-    """Finds the values that steps read from outside, with the dtypes they need.
+def _reads(
+    facts: Facts, equations: Sequence[PlannedEquation], results: Dtypes
+) -> Dtypes:
+    """Finds the values that a region reads, with the dtypes in which it needs them.
 
     Args:
       facts: the facts about the program.
-      steps: the steps of a region, in order.
-      results: the steps' results, with the dtypes in which later regions need them.
+      equations: the equations of the region, in order.
+      results: their results that later regions need, with the dtypes needed there.
     """
     low = facts.low
     needed = dict(results)
-    for step in reversed(steps):
-        readers_round = _moves_rounded(step.eqn, needed, low)
-        for v, cast_to in zip(step.eqn.invars, step.operand_dtypes, strict=True):
+    for planned in reversed(equations):
+        eqn = planned.eqn
+        readers_round = _moves_rounded(eqn, needed, low)
+        for v, cast_to in zip(eqn.invars, planned.operand_dtypes, strict=True):
             if isinstance(v, Var):
                 is_rounded = readers_round or cast_to == low
                 dtype = _dtype_needed(facts, v, is_rounded)
                 add_need(facts, needed, v, dtype)
-    computed = producers_in([step.eqn for step in steps])
+    computed = producers_in([planned.eqn for planned in equations])
     return {v: dtype for v, dtype in needed.items() if v not in computed}
 
 
@@ -244,7 +245,7 @@ def _dtype_needed(facts: Facts, v: Var, is_rounded: bool) -> Any:
 
 
 def _moves_rounded(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
-    """Whether an equation only moves numbers, to readers that need them in 16 bits.
+    """Whether an equation only moves elements, to readers that need them in 16 bits.
 
     `needed` has the dtypes in which the equation's results are needed. A result that is
     not in `needed` has no readers.

@@ -2,9 +2,8 @@
 
 Each region is a function from the values that it reads to the values that it stores. A
 region that the backward pass recomputes is wrapped in `jax.checkpoint`, so its only
-residuals are the values that it reads, and its `kept_reductions`. A step with a
-rewritten equation runs each of the equation's programs by its own plan, in the same
-way.
+residuals are the values that it reads, and its `kept_reductions`. A rewritten equation
+runs each of its programs by that program's own plan, in the same way.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import is_narrowed, is_outer_product
-from optax_lossscale._autocast.region import Dtypes, Region, Step
+from optax_lossscale._autocast.region import Dtypes, PlannedEquation, Region
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
@@ -53,9 +52,9 @@ class _Runner:
     """Runs a program by its plan, and each program in it by its own plan.
 
     JAX traces and differentiates a function once, and caches the result by the identity
-    of the function. So that layers that are alike are traced once, a runner makes one
-    function for each plan of an inner program, however many steps share the plan, and
-    one for all islands that are alike (see `alike`).
+    of the function. So a runner makes one function for each plan of an inner program,
+    however many equations share the plan, and one for all islands that are alike (see
+    `alike`). Layers that are alike are then traced once.
     """
 
     def __init__(self):
@@ -108,11 +107,11 @@ class _Runner:
         return jax.jit(program, inline=not is_call)
 
     def _run_region(self, region: Region, inputs: Arrays) -> list[Any]:
-        """Runs the steps of a region, and returns the values that it stores."""
+        """Runs the equations of a region, and returns the values that it stores."""
         values = dict(zip(region.reads, inputs, strict=True))
         stored = {}
 
-        # Steps that read a value in the same dtype share one cast, so the value's
+        # Equations that read a value in the same dtype share one cast, so the value's
         # cotangents are summed in that dtype, and the transpose of the cast rounds only
         # the sum.
         @functools.cache
@@ -124,11 +123,11 @@ class _Runner:
                 return astype(v.val, dtype)
             return cast(v, dtype)
 
-        for step in region.steps:
-            eqn = step.eqn
+        for planned in region.equations:
+            eqn = planned.eqn
             with _at_its_line(eqn):
-                operands = list(map(read, eqn.invars, step.operand_dtypes))
-                results = self._run_step(step, operands, region.stores)
+                operands = list(map(read, eqn.invars, planned.operand_dtypes))
+                results = self._run_equation(planned, operands, region.stores)
                 if not region.kept_reductions.isdisjoint(eqn.outvars):
                     results = [checkpoint_name(x, _KEPT) for x in results]
                 values.update(zip(eqn.outvars, results, strict=True))
@@ -138,17 +137,19 @@ class _Runner:
                         stored[v] = cast(v, region.stores[v])
         return [stored[v] for v in region.stores]
 
-    def _run_step(self, step: Step, operands: Arrays, stores: Dtypes) -> list[Any]:
-        """Runs a step on operands in its `operand_dtypes`.
+    def _run_equation(
+        self, planned: PlannedEquation, operands: Arrays, stores: Dtypes
+    ) -> list[Any]:
+        """Runs an equation on operands in its `operand_dtypes`.
 
-        `stores` has the dtypes in which the step's region stores values.
+        `stores` has the dtypes in which the equation's region stores values.
         """
-        eqn = step.eqn
+        eqn = planned.eqn
         if is_narrowed(eqn):
             return _product(eqn, operands)
         with eqn.ctx.manager:
-            if step.plans:
-                return self._run_rewritten(step, operands)
+            if planned.plans:
+                return self._run_rewritten(planned, operands)
             if is_outer_product(eqn):
                 return [outer_product(eqn, *operands)]
             if Trait.SPREADS in traits(eqn):
@@ -157,17 +158,17 @@ class _Runner:
                     return _spread(eqn, operands, stored_dtype)
         return bind(eqn, operands)
 
-    def _run_rewritten(self, step: Step, operands: Arrays) -> list[Any]:
-        """Runs a step with a rewritten equation, and its programs by their plans."""
-        eqn = step.eqn
+    def _run_rewritten(self, planned: PlannedEquation, operands: Arrays) -> list[Any]:
+        """Runs a rewritten equation, and each of its programs by that program's plan."""
+        eqn = planned.eqn
         name = eqn.params.get("name", name_of(eqn))
         is_call = Trait.INLINED in traits(eqn)
         functions = []
-        for plan in step.plans:
+        for plan in planned.plans:
             functions.append(self._program_function(plan, name, is_call))
         if traits(eqn) & (Trait.JVP | Trait.VJP):
             (narrowed,) = functions
-            return _run_with_rule(step, narrowed, operands)
+            return _run_with_rule(planned, narrowed, operands)
         return enter(eqn, operands, functions)
 
 
@@ -191,13 +192,15 @@ def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
     return bind(eqn.replace(params=params), operands)
 
 
-def _run_with_rule(step: Step, narrowed: Function, operands: Arrays) -> list[Any]:
+def _run_with_rule(
+    planned: PlannedEquation, narrowed: Function, operands: Arrays
+) -> list[Any]:
     """Runs a function with a custom derivative, whose rule `enter` would lose.
 
     `narrowed` runs the function's program by its plan: see `derivatives`.
     """
-    eqn = step.eqn
-    (plan,) = step.plans
+    eqn = planned.eqn
+    (plan,) = planned.plans
 
     def original(*operands):
         traced = astypes(operands, dtypes_in(eqn.invars))

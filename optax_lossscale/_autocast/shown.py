@@ -4,13 +4,14 @@
 
 This region reads the value 2, computes `exp` and `reduce_sum`, and stores the value 4
 in float32. For a value that is read, the line shows the dtype to which the region first
-casts it, or the dtype in which it is stored, if a step reads it without a cast.
+casts it, or the dtype in which it is stored, if an equation reads it without a cast.
 
 A line begins with `island` if the backward pass recomputes the region, and otherwise
-with `run`: then the region is a single step, or an island that is not recomputed. The
-steps after `keeping` are those whose results are saved as residuals. A cheap step that
-several regions repeat appears in the line of each. An equation has no line if nothing
-reads its results and it has no effect. Literals that a step reads are not shown.
+with `run`: then the region is a single equation, or an island that is not recomputed.
+After `keeping` come the operations whose results are saved as residuals. A cheap
+equation that several regions repeat appears in the line of each. An equation has no
+line if nothing reads its results and it has no effect. Literals that an equation reads
+are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ Names = Mapping[Var, str]
 
 
 def text_of(plan: "Plan") -> str:
-    """Returns a plan as text. A plan shared by several steps is shown at the first."""
+    """Returns a plan as text, with each inner plan shown once and then "as above"."""
     return "\n".join(_lines(plan, set()))
 
 
@@ -53,7 +54,7 @@ def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
     for region in plan.regions:
         yield _line(region, names, stored)
         stored.update(region.stores)
-        for inner in region.steps[0].plans:
+        for inner in region.equations[0].plans:
             for line in _lines(inner, printed):
                 yield f"  {line}"
     yield f"gives {_typed(names, results)}"
@@ -72,7 +73,7 @@ def _names(program: Flat) -> Names:
 
 def _line(region: Region, names: Names, stored: Dtypes) -> str:
     """Returns the line of a region; `stored` has the dtypes of all values before it."""
-    eqns = [step.eqn for step in region.steps]
+    eqns = [planned.eqn for planned in region.equations]
     word = "island" if region.is_recomputed else "run"
     uncast = _read_uncast(region)
     reads = dict(region.reads)
@@ -93,10 +94,11 @@ def _line(region: Region, names: Names, stored: Dtypes) -> str:
 
 
 def _read_uncast(region: Region) -> set[Var]:
-    """Finds the values that some step of a region reads without a cast."""
+    """Finds the values that some equation of a region reads without a cast."""
     uncast = set()
-    for step in region.steps:
-        for v, dtype in zip(step.eqn.invars, step.operand_dtypes, strict=True):
+    for planned in region.equations:
+        operands = planned.eqn.invars
+        for v, dtype in zip(operands, planned.operand_dtypes, strict=True):
             if dtype is None and isinstance(v, Var):
                 uncast.add(v)
     return uncast
@@ -107,10 +109,13 @@ def _operations(eqns: Iterable[JaxprEqn]) -> str:
 
 
 def _typed(names: Names, values: Iterable[tuple[Any, Any]]) -> str:
-    """Names each value, or shows it if it is a literal, with its dtype."""
+    """Names each value, or shows it if it is a literal, with its dtype.
+
+    A token has no dtype, and is shown as in `3:token`.
+    """
     typed = []
     for v, dtype in values:
         name = v.val if isinstance(v, Literal) else names[v]
-        short_dtype = dtype.name.replace("float", "f")
+        short_dtype = "token" if dtype is None else dtype.name.replace("float", "f")
         typed.append(f"{name}:{short_dtype}")
     return ", ".join(typed)

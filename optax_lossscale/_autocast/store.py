@@ -13,7 +13,7 @@ that computes it. It builds the regions on the way:
   code is eliminated.
 
 Most islands are recomputed in the backward pass. Their residuals are then the values
-that they read, and not the float32 arrays that they compute.
+that they read, not the float32 arrays that they compute.
 
 Some rules here and in `region`, `recomputed` and `classify` exist only to save memory,
 or *traffic*: the bytes that are moved between memory and processor. The docstring of
@@ -32,8 +32,8 @@ from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.partition import Island, partition
 from optax_lossscale._autocast.region import (
     Dtypes,
+    PlannedEquation,
     Region,
-    Step,
     add_need,
     region_of_equation,
     region_of_island,
@@ -45,13 +45,13 @@ from optax_lossscale._programs.work import is_cheap
 
 
 def regions_of(
-    facts: Facts, rewritten_steps: Mapping[JaxprEqn, Step]
+    facts: Facts, rewritten: Mapping[JaxprEqn, PlannedEquation]
 ) -> tuple[Region, ...]:
     """Returns the regions of a program, in order; an island may become several.
 
     Args:
       facts: the facts about the program.
-      rewritten_steps: the step of each equation that is rewritten.
+      rewritten: each equation that is rewritten, with plans for its programs.
     """
     roots = island_roots(facts)
     repeated = _repeated(facts, roots)
@@ -68,8 +68,7 @@ def regions_of(
         if isinstance(part, list):
             regions = _regions_of_island(facts, part, live, repeated, positions)
         elif part.effects or not live.keys().isdisjoint(part.outvars):
-            step = rewritten_steps.get(part)
-            regions = [region_of_equation(facts, part, step, live)]
+            regions = [region_of_equation(facts, part, rewritten.get(part), live)]
         for region in reversed(regions):
             reversed_regions.append(region)
             for v, dtype in region.reads.items():
@@ -123,11 +122,11 @@ def _regions_of_island(
 
 
 def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
-    """Divides what an island stores among its regions, in the order of running.
+    """Divides what an island stores among its regions, in the order in which they run.
 
     If the island itself reads a sum that it stores in 16 bits, as it does with the sum
-    of a residual stream, a separate region stores that sum first. The steps that read
-    the sum then read it as stored, so their residual is the sum alone, and not the
+    of a residual stream, a separate region stores that sum first. The equations that
+    read the sum then read it as stored, so their residual is the sum alone, not the
     operands of the sum. The same goes for a product's result that the island moves.
 
     This division saves memory and traffic in transformers. In a recommender, it saves

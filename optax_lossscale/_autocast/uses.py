@@ -73,14 +73,15 @@ def uses(jaxpr: AnyJaxpr, result_uses: Uses) -> Mapping[Var, Use]:
             use_of[eqn.outvars[0]] |= Use.LIVE_ACROSS
         if is_narrowed(eqn):
             # A third operand holds the sizes of groups, which are integers.
-            operand_uses = [Use.FEEDS_PRODUCT] * 2
+            n_others = len(eqn.invars) - 2
+            operand_uses = [Use.FEEDS_PRODUCT] * 2 + [NEITHER] * n_others
         elif may_be_rewritten(eqn):
             outer_uses = tuple(use_of[v] for v in eqn.outvars)
             inner_uses = result_uses_inside(eqn, outer_uses)
             operand_uses = operand_uses_inside(eqn, inner_uses)
         else:
             operand_uses = [_use_of_operand(eqn, v, depth, use_of) for v in eqn.invars]
-        for v, use in zip(eqn.invars, operand_uses, strict=False):
+        for v, use in zip(eqn.invars, operand_uses, strict=True):
             if isinstance(v, Var):
                 use_of[v] |= use
     return use_of
@@ -92,7 +93,9 @@ def _use_of_operand(
     depth: Mapping[Var, int],
     later_uses: Mapping[Var, Use],
 ) -> Use:
-    """Returns how an equation uses an operand, if it is not narrowed or rewritable.
+    """Returns how an ordinary equation uses an operand.
+
+    An ordinary equation is not a narrowed product, and may not be rewritten.
 
     Args:
       eqn: the equation.

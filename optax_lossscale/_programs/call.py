@@ -200,7 +200,7 @@ def _are_parameters(
 def is_traceable(x: Any) -> bool:
     """Whether `x` is an array that JAX can trace, or the shape of one.
 
-    A NumPy array has to hold numbers or booleans. A JAX array may also hold random
+    A NumPy array must hold numbers or booleans. A JAX array may also hold random
     keys.
     """
     if isinstance(x, (np.ndarray, np.generic)):

@@ -3,7 +3,7 @@
 JAX stores a traceback with each equation. The user's line is the innermost frame of
 this traceback that is neither in JAX nor in a framework (`_arrays/messages.py` lists
 the frameworks as `LIBRARIES`). For `nn.Dense(3)(x)` in line 12 of `model.py`, the
-user's line is `model.py:12 (f)`, and not the line of `Dense` that multiplies.
+user's line is `model.py:12 (f)`, not the line of `Dense` that multiplies.
 """
 
 import os

@@ -20,55 +20,55 @@ from optax_lossscale._programs.versions import name_of
 class Trait(Flag):
     """The traits of operations; an operation may have several.
 
-    Some operations only return numbers that their operands hold, so their results are
-    the same in any dtype that can hold these numbers. This need not be true of their
-    derivatives: a derivative that is a sum would lose digits in 16 bits. If the
-    derivative is a sum, the operation therefore runs in the dtype in which it was
-    traced. If the operation has a trait of `RUNS_AS_STORED`, it runs in the dtype in
-    which its operands are stored, even if that has 16 bits. An example of each trait:
+    An operation that only returns elements of its operands has the same results in
+    every dtype that can hold these elements, so it could run in 16 bits. But its
+    derivative may be a sum, which would lose digits in 16 bits. So only an operation
+    with a trait of `RUNS_AS_STORED` runs in the dtype in which its operands are stored,
+    even in 16 bits. Any other runs in the dtype in which it was traced. The table has
+    an example for each trait of operations that only return elements:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
     ========  ==================  ================================  =========
-    MOVES     `reshape`           moves numbers back                as stored
-    SELECTS   `slice`             puts zeros around numbers         as stored
-    SENDS     `ppermute`          sends numbers back                as stored
+    MOVES     `reshape`           moves elements back               as stored
+    SELECTS   `slice`             puts zeros around elements        as stored
+    SENDS     `ppermute`          sends elements back               as stored
     PLACES    `broadcast_in_dim`  sums what was repeated            as traced
     GATHERS   `gather`            sums what was read twice          as traced
     CHOOSES   `clamp`             sums what one bound replaced      as traced
     ========  ==================  ================================  =========
 
-    An operation that `SPREADS` runs in 16 bits if `autocast` stores its result in 16
-    bits, but its derivative, a sum over devices, runs in float32. Every other operation
-    runs as traced, except for products and for sums that are stored in 16 bits.
+    Three exceptions run in 16 bits: narrowed products, sums that are stored in 16 bits,
+    and an operation that `SPREADS`, if `autocast` stores its result in 16 bits. The
+    derivative of the last, a sum over devices, still runs in float32.
 
     Attributes:
-      MOVES: only moves numbers, or leaves some out, as `reshape` and `slice` do.
-      SELECTS: returns parts of an operand, which may lack the largest numbers of the
+      MOVES: only moves elements, or leaves some out, as `reshape` and `slice` do.
+      SELECTS: returns parts of an operand, which may lack the largest elements of the
         whole. Each such operation also `MOVES`.
-      PLACES: moves or repeats numbers, puts them between others, or casts them. All of
-        its results are numbers of its operands, so it also `CHOOSES`.
+      PLACES: moves or repeats elements, puts them between others, or casts them. It
+        returns only elements of its operands, so it also `CHOOSES`.
       SENDS: communicates between devices, so the number of bytes matters.
       SPREADS: copies an array to many devices, or marks it as one that may differ
         between them. Its derivative is a sum over these devices.
       VARIES: changes along which mesh axes an array varies, where JAX tracks these. If
         it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
-      CHOOSES: returns numbers of its operands, possibly negated or cast, so it needs no
-        more range than they do. The derivative of some such operations is a sum.
-      FILLS: puts numbers of one operand between the numbers of another, as a mask does.
+      CHOOSES: returns elements of its operands, possibly negated or cast, so it needs
+        no more range than they do. The derivative of some such operations is a sum.
+      FILLS: puts elements of one operand between those of another, as a mask does.
       GATHERS: looks up parts of its first operand by index, as an embedding does.
       NAMES: names its operand, so that a policy of `jax.checkpoint` can choose to save
         it.
       CASTS: converts its operand to the dtype of its result.
-      ADDS_TWO: adds or subtracts two operands, number by number.
+      ADDS_TWO: adds or subtracts two operands, element by element.
       ADDS_MANY: sums many terms. In 16 bits, the last terms are lost once the sum is
         large. A sum over devices, which also `SENDS`, has only one term for each
         device, so it runs in the dtype in which its operands are stored.
-      REDUCES: combines the numbers along its `axes` into one.
-      MULTIPLIES: multiplies two operands, number by number.
-      DIVIDES: divides two operands, number by number.
-      NEAR: its results have about the range of its operands.
-      SATURATES: approaches a limit for large numbers of at least one sign.
+      REDUCES: combines the elements along its `axes` into one.
+      MULTIPLIES: multiplies two operands, element by element.
+      DIVIDES: divides two operands, element by element.
+      KEEPS_RANGE: its results have about the range of its operands.
+      SATURATES: approaches a limit for large operands of at least one sign.
       EXPONENTIAL: changes the range of its operands: exponentials, logarithms, powers.
       PRODUCT: a matrix product or convolution, even if it sums nothing: see
         `is_product`.
@@ -97,7 +97,7 @@ class Trait(Flag):
         pass may recompute the results instead of saving them.
     """
 
-    # --- How numbers are moved and chosen ---
+    # --- How elements are moved and chosen ---
 
     MOVES = auto()
     SELECTS = auto()
@@ -118,7 +118,7 @@ class Trait(Flag):
     REDUCES = auto()
     MULTIPLIES = auto()
     DIVIDES = auto()
-    NEAR = auto()
+    KEEPS_RANGE = auto()
     SATURATES = auto()
     EXPONENTIAL = auto()
     PRODUCT = auto()
@@ -194,7 +194,7 @@ The reports assume that the operation runs every program among its parameters, a
 # The names are those of primitives, as jaxprs print them: `lax.ragged_dot` is called
 # `ragged_dot_general`. Operations that are alike share a row. None has two rows.
 _ROWS = {
-    # Moves numbers
+    # Moves elements
     "copy reshape rev squeeze stop_gradient transpose": Row(Trait.MOVES | Trait.CHEAP),
     "dynamic_slice slice split unstack": Row(Trait.MOVES | Trait.SELECTS | Trait.CHEAP),
     "name": Row(Trait.MOVES | Trait.NAMES),
@@ -207,7 +207,7 @@ _ROWS = {
         Trait.SENDS | Trait.ADDS_MANY
     ),
     "psum_invariant": Row(Trait.SENDS | Trait.ADDS_MANY | Trait.VARIES),
-    # Returns numbers of its operands
+    # Returns elements of its operands
     (
         "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
         "scatter scatter-max scatter-min"
@@ -239,10 +239,10 @@ _ROWS = {
     "scatter-add scatter-sub": Row(Trait.ADDS_MANY | Trait.CHEAP, terms="updates"),
     "sub": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="minus"),
     # Has about the range of its operands
-    "ceil floor round sign": Row(Trait.NEAR | Trait.CHEAP),
-    "div": Row(Trait.DIVIDES | Trait.NEAR | Trait.CHEAP, formula="over"),
-    "erf logistic tanh": Row(Trait.NEAR | Trait.SATURATES | Trait.CHEAP),
-    "mul": Row(Trait.MULTIPLIES | Trait.NEAR | Trait.CHEAP, formula="times"),
+    "ceil floor round sign": Row(Trait.KEEPS_RANGE | Trait.CHEAP),
+    "div": Row(Trait.DIVIDES | Trait.KEEPS_RANGE | Trait.CHEAP, formula="over"),
+    "erf logistic tanh": Row(Trait.KEEPS_RANGE | Trait.SATURATES | Trait.CHEAP),
+    "mul": Row(Trait.MULTIPLIES | Trait.KEEPS_RANGE | Trait.CHEAP, formula="times"),
     # Has another range than its operands
     "cosh exp exp2 expm1 log log1p log2 pow scatter-mul sinh": Row(
         Trait.EXPONENTIAL | Trait.CHEAP
@@ -328,6 +328,8 @@ _ROWS = {
 
 TABLE = {name: row for names, row in _ROWS.items() for name in names.split()}
 """The row of each operation by name, which is the name of its primitive in JAX."""
+
+assert len(TABLE) == len(" ".join(_ROWS).split()), "an operation has two rows"
 
 
 def row_of(eqn: JaxprEqn) -> Row:

@@ -117,5 +117,5 @@ def variables(values: Iterable[Any]) -> list[Var]:
 
 
 def size_of(array: Any) -> int:
-    """Counts the numbers in an array; symbolic lengths count as in `lengths_of`."""
+    """Counts the elements of an array; symbolic lengths count as in `lengths_of`."""
     return math.prod(lengths_of(array))

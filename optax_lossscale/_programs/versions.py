@@ -8,8 +8,9 @@ that do not differ are read where they are needed, also in other files.) A comme
 `since jax …` or `before jax …` names the release of a change where it is known. An
 operation that only some releases have is listed in `operations.py` like any other.
 
-A jaxpr is open (`jax.extend.core.Jaxpr`), or closed, and then it also holds the values
-of its constants. Equations may hold either, so functions accept either: `AnyJaxpr`.
+A jaxpr is open (`jax.extend.core.Jaxpr`) or closed. A closed jaxpr also holds the
+values of its constants. Equations may hold either, so functions accept either:
+`AnyJaxpr`.
 """
 
 from collections.abc import Sequence

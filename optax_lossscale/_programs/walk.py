@@ -66,7 +66,7 @@ def result_programs(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """Returns the programs that compute an equation's results.
 
     These are all of its programs, except for the condition of a `while`, which only
-    decides whether the loop goes on.
+    decides whether the loop continues.
     """
     programs = programs_in(eqn)
     return programs[1:] if Trait.WHILE in traits(eqn) else programs

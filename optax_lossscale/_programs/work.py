@@ -3,7 +3,7 @@
 A *product* in this package is a matrix product or a convolution that sums. An outer
 product does not count, because it sums nothing. Nor does an inner product or a batch of
 inner products: every axis of the operands is summed over or is a batch axis, so each
-number is multiplied only once.
+element is multiplied only once.
 
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms

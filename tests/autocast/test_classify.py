@@ -33,11 +33,11 @@ def variance(h):
     [
         (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
         (Kind.LARGE, lambda w, g, x: w[jnp.array([0, 2])] * 45.0),
-        (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
+        (Kind.NARROWED, lambda w, g, x: (x @ w).T),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),
         (Kind.SUM, lambda w, g, x: x @ w + 1),
-        (Kind.PRODUCT, lambda w, g, x: jax.lax.psum(x @ w, "devices")),
+        (Kind.NARROWED, lambda w, g, x: jax.lax.psum(x @ w, "devices")),
         (Kind.SUM, lambda w, g, x: x @ w + g),
         (Kind.SUM, lambda w, g, x: x @ w + x @ (w * 2)),
         (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
@@ -63,7 +63,7 @@ def variance(h):
             ),
         ),
         # Other numbers that `jnp.take` fills gaps with are NaN by default.
-        (Kind.PRODUCT, lambda w, g, x: jnp.take(x @ w, jnp.array([9]), 0)),
+        (Kind.NARROWED, lambda w, g, x: jnp.take(x @ w, jnp.array([9]), 0)),
         (Kind.PARAMETER, lambda w, g, x: jnp.take(w, jnp.array([9]), 0)),
         (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: jnp.sum(x @ w)),

@@ -88,6 +88,16 @@ def test_what_is_cheap_is_repeated_where_it_is_read():
     assert all(line.startswith("island: broadcast_in_dim") for line in masks)
 
 
+def test_a_token_is_shown_without_a_dtype():
+    def fun(w, x):
+        inner = lambda token, y: (lax.after_all(token), y @ w)[1]
+        return jax.checkpoint(inner)(lax.create_token(x), x @ w)
+
+    text = lines(fun, W, X)
+    assert "run: create_token () -> 2:token" in text
+    assert any(line.startswith("  takes") and ":token" in line for line in text)
+
+
 def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
     def layers(ws, x):
         x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w) @ w, None), x @ ws[0], ws)
@@ -145,7 +155,7 @@ def keeping(fun, *args):
     """What each island keeps, by the operations that make it."""
     made = planned(fun, *args)
     return [
-        [name_of(s.eqn) for s in p.steps if s.eqn.outvars[0] in p.kept_reductions]
+        [name_of(s.eqn) for s in p.equations if s.eqn.outvars[0] in p.kept_reductions]
         for p in made.regions
         if p.is_recomputed
     ]

@@ -26,7 +26,7 @@ def regions_of(fun, w=W, x=X, how=FLOAT16_ALONE, takes=FLOAT32):
     return [
         region
         for region in plan.regions
-        if name_of(region.steps[0].eqn) not in alone
+        if name_of(region.equations[0].eqn) not in alone
         and not set(plan.program.ins).issuperset(region.reads)
     ]
 
@@ -40,7 +40,7 @@ def plan_of(fun, w=W, x=X, how=FLOAT16_ALONE, takes=FLOAT32):
 
 def stores(region):
     """What a region stores, by the operation that makes it."""
-    made = producers_in([step.eqn for step in region.steps])
+    made = producers_in([planned.eqn for planned in region.equations])
     return {name_of(made[v]): dtype for v, dtype in region.stores.items()}
 
 
@@ -77,7 +77,11 @@ def test_an_island_stores_what_others_read_in_the_dtype_in_which_they_do(expecte
 def rounded(fun):
     """The operations of islands that round their operands, as they give 16 bits."""
     return [
-        [name_of(step.eqn) for step in region.steps if FLOAT16 in step.operand_dtypes]
+        [
+            name_of(planned.eqn)
+            for planned in region.equations
+            if FLOAT16 in planned.operand_dtypes
+        ]
         for region in regions_of(fun)
     ]
 
@@ -126,7 +130,9 @@ def test_what_a_sum_rounds_is_read_in_16_bits():
         rows = w[:4]
         return (h := x @ w + rows) + h @ w
 
-    total = next(r for r in plan_of(fun).regions if name_of(r.steps[-1].eqn) == "add")
+    total = next(
+        r for r in plan_of(fun).regions if name_of(r.equations[-1].eqn) == "add"
+    )
     assert list(total.reads.values()) == [FLOAT16, FLOAT16]
 
 
@@ -136,7 +142,7 @@ def test_what_nothing_reads_is_no_region_but_for_its_effects():
         jax.debug.callback(lambda x: None, jnp.cumprod(x))
         return x @ w
 
-    names = [name_of(r.steps[0].eqn) for r in plan_of(fun).regions]
+    names = [name_of(r.equations[0].eqn) for r in plan_of(fun).regions]
     assert "cumsum" not in names
     assert names[-3:] == ["cumprod", "debug_callback", "dot_general"]
 
@@ -159,8 +165,8 @@ def test_no_region_reads_what_none_has_stored():
 def repeated(fun, **options):
     """The operations that the last region of a function repeats."""
     *before, last = plan_of(fun, **options).regions
-    made = {step.eqn for region in before for step in region.steps}
-    return [name_of(step.eqn) for step in last.steps if step.eqn in made]
+    made = {planned.eqn for region in before for planned in region.equations}
+    return [name_of(planned.eqn) for planned in last.equations if planned.eqn in made]
 
 
 @pytest.mark.parametrize(
@@ -211,9 +217,9 @@ def kept(fun, w, how=FLOAT16_ALONE):
     """The operations whose results the islands of a function keep for the backward pass."""
     return [
         [
-            name_of(step.eqn)
-            for step in region.steps
-            if step.eqn.outvars[0] in region.kept_reductions
+            name_of(planned.eqn)
+            for planned in region.equations
+            if planned.eqn.outvars[0] in region.kept_reductions
         ]
         for region in regions_of(fun, w, how=how)
     ]

@@ -106,7 +106,7 @@ def test_a_depth_is_how_many_products_came_before_at_most():
 @pytest.mark.parametrize(
     ("kind", "use", "is_low"),
     [
-        (Kind.PRODUCT, NEITHER, True),
+        (Kind.NARROWED, NEITHER, True),
         (Kind.SUM, BOTH, True),
         (Kind.SUM, FEEDS_PRODUCT, False),
         (Kind.SUM, LIVE_ACROSS, False),
