@@ -387,7 +387,7 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     their parameters would differ from then on. So all replicas use the minimum of their
     flags: if the gradients of one overflow, all of them skip the step.
     """
-    if axis_name is None:
+    if axis_name in (None, ()):
         return flag
     number = flag.astype(jnp.int32)
     smallest = reduce_replicas(lax.pmin, number, axis_name)

@@ -111,8 +111,8 @@ class Stateful(abc.ABC):
       _state_names: the names of the state fields, in order.
       _static_names: the names of the configuration fields, in order.
       _checks: the check of each configuration field that has one, by its name.
-      _state_checks: the checks of Python numbers that are passed to `replace`, by the
-        name of the state field.
+      _state_checks: the checks of Python numbers and NumPy scalars that are passed to
+        `replace`, by the name of the state field.
       _classes: all subclasses, in order of definition; one list for all of them.
     """
 
@@ -134,7 +134,7 @@ class Stateful(abc.ABC):
         cls._classes.append(cls)
         cls._list_fields()
         jax.tree_util.register_pytree_with_keys(
-            cls, cls._flatten_with_keys, cls._unflatten
+            cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
 
     @classmethod
@@ -162,6 +162,8 @@ class Stateful(abc.ABC):
             self._set(**{name: value})
 
     def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stateful):
+            return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
         validation.check_concrete("==", (self, other))
@@ -199,8 +201,8 @@ class Stateful(abc.ABC):
 
         Raises:
           TypeError: for a name that is not a state field.
-          ValueError: for a Python number that the field does not allow, such as a
-            `loss_scale` of 0.
+          ValueError: for a Python number or NumPy scalar that the field does not
+            allow, such as a `loss_scale` of 0. Arrays are not checked.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -211,7 +213,8 @@ class Stateful(abc.ABC):
             )
         for name, check in self._state_checks.items():
             value = state.get(name)
-            if isinstance(value, (int, float)):  # checking an array would block
+            # Reading an array would wait for the device.
+            if isinstance(value, (int, float, np.generic)):
                 check(name, value)
         arrays = {}
         for name, value in state.items():
@@ -280,10 +283,16 @@ class Stateful(abc.ABC):
         """Returns the names and values of the configuration fields."""
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
+    def _flatten(self) -> tuple[Any, Any]:
+        """Returns the state, as leaves, and the configuration."""
+        state = [getattr(self, name) for name in self._state_names]
+        return state, self._configuration()
+
     def _flatten_with_keys(self) -> tuple[Any, Any]:
         """Returns the state, as leaves with keys, and the configuration."""
-        state = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
-        return state, self._configuration()
+        state, configuration = self._flatten()
+        keys = map(GetAttrKey, self._state_names)
+        return list(zip(keys, state, strict=True)), configuration
 
     @classmethod
     def _unflatten(cls, configuration: Any, state: Any) -> Self:

@@ -31,8 +31,6 @@ from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 # The smallest normal and the largest float32 number
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-# The smallest positive Python float
-ABOVE_ZERO = math.ulp(0.0)
 # The largest float32 number below 1
 BELOW_ONE = 1 - 2.0**-24
 LARGEST_INT = int(np.iinfo(np.int32).max)
@@ -107,9 +105,9 @@ finite = partial(
 )
 positive = partial(
     number_between,
-    least=ABOVE_ZERO,
+    least=SMALLEST_NORMAL,
     most=LARGEST_FLOAT32,
-    allowed="a positive number in float32's range",
+    allowed="a positive number, normal in float32",
 )
 growth_factor = partial(number_between, least=1, most=LARGEST_FLOAT32)
 backoff_factor = partial(
