@@ -89,7 +89,8 @@ def checked(
 
     The other keywords are passed to the check, as in
     `checked(validation.int_between, least=0, most=24)`. If a subclass declares the
-    field again without a check, say with another default, it inherits this one.
+    field again without a check, for example with another default, the field keeps this
+    check.
     """
     metadata = {"check": functools.partial(check, **allowed)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -189,7 +190,7 @@ class Stateful(abc.ABC):
     def replace(self, **state: ArrayLike) -> Self:
         """Returns a copy with new values of some state fields.
 
-        The values are cast to the dtypes of the old ones, so that the step is not
+        The new values are cast to the dtypes of the old ones, so that the step is not
         compiled again.
 
         Args:
@@ -231,8 +232,8 @@ class Stateful(abc.ABC):
 
         Returns:
           A dict with the keys "class_name" and "config". For a class of this library,
-          it can be stored as JSON. For your own class, it can if the values of its
-          fields can.
+          it can be stored as JSON. For a class of your own, it can be if its field
+          values can be.
         """
         config = {}
         for field in dataclasses.fields(self):
@@ -296,7 +297,7 @@ class Stateful(abc.ABC):
 
     @classmethod
     def _unflatten(cls, configuration: Any, state: Any) -> Self:
-        """Builds an instance without checks, because JAX also passes placeholders."""
+        """Builds an instance without checks, as JAX passes placeholders, too."""
         self = cls.__new__(cls)  # `__init__` would set the initial state
         state_by_name = dict(zip(cls._state_names, state, strict=True))
         self._set(**dict(configuration), **state_by_name)
