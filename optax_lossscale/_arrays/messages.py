@@ -32,9 +32,10 @@ LIBRARIES = (
     "optax",
     "optax_lossscale",
 )
-"""Packages whose lines no warning points to: they may call the user's functions.
+"""Packages to whose lines no warning points.
 
-So their frames may lie between the user's line and ours.
+They call the user's functions, so their frames may lie between the user's line and
+ours.
 """
 
 # The user's name for an argument, by the name under which it was passed on

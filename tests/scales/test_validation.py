@@ -57,7 +57,8 @@ def test_a_decay_may_be_all_that_is_below_1_in_float32(name):
         ols.presets.LogMaxLossScale(**{name: decay})
     for decay in (-1e-9, np.nextafter(most, 1), 1.0):
         with pytest.raises(
-            ValueError, match=rf"{name} must be a number in \[0, 1\), below 1 in float32"
+            ValueError,
+            match=rf"{name} must be a number in \[0, 1\), below 1 in float32",
         ):
             ols.presets.LogMaxLossScale(**{name: decay})
 
