@@ -24,7 +24,7 @@ AUTOCAST_DTYPE = jax.make_user_context(None)
 OVERFLOWS = jax.make_user_context(False)
 """Whether every fixed loss scale is infinite, so that the gradients of a step overflow.
 
-`testing` sets this, because a fixed scale is a constant of the compiled step, so no
+`testing` sets this, because a fixed scale is a constant of the compiled step, and no
 argument of the step can replace it.
 """
 

@@ -77,8 +77,8 @@ _GROUP_SIZE_ON_TPU = 1
 
 # Bounds on the length of the rows into which `_as_matrices` cuts large leaves, for sums
 # on CPU. The relative error of a float32 sum of n squares is at most n * 2**-24, so for
-# the longest row, it is at most 2**-8. Rows of 2**8 elements or more leave at most
-# 1/256 as many elements as the leaf has for the second reduction.
+# the longest row, it is at most 2**-8. With rows of 2**8 elements or more, the second
+# reduction has at most 1 element for every 256 of the leaf.
 _LONGEST_ROW = 2**16
 _SHORTEST_ROW = 2**8
 
