@@ -32,9 +32,9 @@ Choose a loss scale:
     presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 
 Choose what to skip:
-    skips                    rules for steps that are finite, but far too large
+    skips                    rules that skip finite steps with too large a norm or loss
 
-See what the numbers do:
+Diagnose, log and test:
     diagnose                 reports whether float16 suits a model, and if not, why
     metrics                  returns what to log at each step
     raise_if_stuck           raises LossScaleError if training cannot continue

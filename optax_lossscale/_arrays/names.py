@@ -47,10 +47,7 @@ def without_numbers(name: str) -> str:
 
 
 def scale_name(scale: float) -> str:
-    """Returns a loss scale as text: `2**15` for a power of two, else a decimal.
-
-    The text of 1 is "1".
-    """
+    """Writes a loss scale: `2**15` for a power of two other than 1, else a decimal."""
     mantissa, exponent = math.frexp(scale)
     is_power = mantissa == 0.5 and scale != 1
     return f"2**{exponent - 1}" if is_power else f"{scale:g}"

@@ -285,7 +285,7 @@ class Stateful(abc.ABC):
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten(self) -> tuple[Any, Any]:
-        """Returns the state, as leaves, and the configuration, faster than with keys."""
+        """Returns the state and the configuration, faster than with keys."""
         state = [getattr(self, name) for name in self._state_names]
         return state, self._configuration()
 

@@ -74,8 +74,8 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
-# Unless a number's comment derives it, it was chosen by trial, on synthetic sequences
-# of gradients like those in docs/benchmarks/policies.md.
+# These numbers were chosen by trial, on synthetic sequences of gradients like those in
+# docs/benchmarks/policies.md, unless a comment derives them.
 
 # All finite float16 numbers are below 2**16.
 _OVERFLOW_BITS = 16
@@ -95,9 +95,11 @@ _MAX_EXPONENT = 100
 # six overflows to find that, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
 
-# In steps. With a longer memory, one rare outlier would keep the scale low for longer.
+# In measured steps, the memory grows to this many steps. If it grew longer, one rare
+# outlier would keep the scale low for longer.
 _SHORTEST_MEMORY = 32
-# Overflows that recur less often than this cost less than 1 step in 512.
+# Runs of overflows double the memory up to this many steps. Overflows that recur less
+# often cost less than 1 step in 512.
 _LONGEST_MEMORY = 512
 # Stands in for a memory of 0, which lasts until the first overflow or measured step. If
 # the measured step comes first, the remembered exponent would fall by 1000 or more, so
