@@ -12,14 +12,14 @@ Each function and each loss scale has an example in its docstring, as in
 Take a step:
     with_loss_scale          wraps an optimizer to accept gradients of a scaled loss
     value_and_scaled_grad    computes the loss, and the gradients of the scaled loss
-    scale_gradient           scales gradients in a loss function: NNX, Equinox, trainers
-    where_applied            keeps old batch statistics and the like at a skipped step
+    scale_gradient           scales gradients where NNX, Equinox or a trainer takes them
+    where_applied            restores batch statistics and the like after a skipped step
     with_master_weights      wraps an optimizer to train 16-bit parameters as float32
-    all_finite               whether all numbers of a tree are finite
+    all_finite               tells whether every element of a tree is finite
 
 Compute in 16 bits:
     autocast                 runs a function's matrix products in float16 or bfloat16
-    cast_inputs              makes autocast cast the inputs of a kernel to 16 bits
+    cast_inputs              casts the inputs of a kernel to 16 bits under autocast
 
 Choose a loss scale:
     DynamicLossScale         "dynamic", the default: grows, and backs off at an overflow
@@ -27,15 +27,15 @@ Choose a loss scale:
     FixedLossScale           a constant, also written as a number; None is a scale of 1
     LossScale                the base class of your own loss scale
     state_field              declares the state of your own loss scale or skip rule
-    get                      builds the loss scale that a word, number or config names
+    get                      builds a loss scale from a word, a number or a config
     get_loss_scale           finds the loss scale in an optimizer state
     presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 
 Choose what to skip:
-    skips                    rules for steps that are finite, but far too large
+    skips                    rules that skip finite steps with too large a norm or loss
 
-See what the numbers do:
-    diagnose                 reports whether float16 suits a model, or where and why not
+Diagnose, log and test:
+    diagnose                 reports whether float16 suits a model, and if not, why
     metrics                  returns what to log at each step
     raise_if_stuck           raises LossScaleError if training cannot continue
     dtype_report             lists which products compute in which dtype, line by line
@@ -134,6 +134,8 @@ __all__ = [
     "with_master_weights",
 ]
 
-# The lazy names are not here yet: `__getattr__` makes them public. Modules stay as they
+# Lazy names are not here yet: `__getattr__` makes them public. Modules stay as they
 # are.
-_make_public(__name__, *filter(callable, map(globals().get, __all__)))
+for _name in __all__:
+    if callable(globals().get(_name)):
+        _make_public(__name__, globals()[_name])

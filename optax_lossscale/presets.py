@@ -8,16 +8,17 @@ Use a preset to continue a run of another system, or to port its training script
 
 Each function is named after a system. It accepts the arguments of the original that
 concern the loss scale, with the original defaults, and returns a loss scale that
-follows the original step by step, with these exceptions:
+changes at every step as the original does, with these exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
 - The docstrings name any others.
 
-The tests in the repository replay recorded runs of the originals. In all of them, the
-scale in float32 equals the original's after every step, or for LogMax, is within 1% of
-it. Two originals could not be run, `tensorflow_contrib_fixed` and `apex`, so the tests
-compare these presets with their published rules.
+The tests in the repository replay recorded runs of the originals. After every step of
+these runs, the scale equals the original's, rounded to float32. For LogMax, it is
+within 1% of the original's. Two originals could not be run,
+`tensorflow_contrib_fixed` and `apex`, so the tests compare these presets with their
+published rules.
 
 An invalid argument raises a `ValueError`, unless the original ignores it.
 
@@ -27,10 +28,11 @@ gradient were 2**-126. If the gradients of most steps are all zero, use
 `HeadroomLossScale` instead.
 
 The originals do not check the loss, and most of those with a fixed scale check nothing.
-For the same here, pass `skip=None` to `with_loss_scale`: then the loss is not checked,
-and with a fixed scale, nothing is.
+To do the same here, pass `skip=None` to `with_loss_scale`: then the loss is not
+checked, and with a fixed scale, nothing is.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -80,6 +82,10 @@ def _symmetric_factor(name: str, factor: float) -> float:
     return validation.number_between(name, factor, least=1, most=2.0**126)
 
 
+_growth_factor = partial(_in_float32, validation.growth_factor, "growth_factor")
+_backoff_factor = partial(_in_float32, validation.backoff_factor, "backoff_factor")
+
+
 @user_names(
     initial_loss_scale="initial_scale",
     increment_period="growth_interval",
@@ -101,7 +107,7 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
-    factor = float(np.float32(_symmetric_factor("multiplier", multiplier)))
+    factor = _in_float32(_symmetric_factor, "multiplier", multiplier)
     return DynamicLossScale(
         initial_scale=initial_loss_scale,
         growth_interval=increment_period,
@@ -185,12 +191,8 @@ def tensorflow_contrib_exponential(
     return DynamicLossScale(
         initial_scale=init_loss_scale,
         growth_interval=incr_every_n_steps,
-        growth_factor=_in_float32(
-            validation.growth_factor, "growth_factor", incr_ratio
-        ),
-        backoff_factor=_in_float32(
-            validation.backoff_factor, "backoff_factor", decr_ratio
-        ),
+        growth_factor=_growth_factor(incr_ratio),
+        backoff_factor=_backoff_factor(decr_ratio),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_refill="rescale",
     )
@@ -326,12 +328,8 @@ def flax(
     )
     return DynamicLossScale(
         initial_scale=scale,
-        growth_factor=_in_float32(
-            validation.growth_factor, "growth_factor", growth_factor
-        ),
-        backoff_factor=_in_float32(
-            validation.backoff_factor, "backoff_factor", backoff_factor
-        ),
+        growth_factor=_growth_factor(growth_factor),
+        backoff_factor=_backoff_factor(backoff_factor),
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
         min_scale=minimum_scale,
@@ -424,7 +422,7 @@ def _symmetric(factor: float, **configuration: Any) -> DynamicLossScale:
     To back off, JMP and MPX divide by the factor, which XLA compiles to a
     multiplication by its reciprocal in float32.
     """
-    growth_factor = float(np.float32(_symmetric_factor("factor", factor)))
+    growth_factor = _in_float32(_symmetric_factor, "factor", factor)
     reciprocal = np.float32(1 / growth_factor)
     return DynamicLossScale(
         growth_factor=growth_factor,
@@ -464,12 +462,8 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_in_float32(
-            validation.growth_factor, "growth_factor", growth_factor
-        ),
-        backoff_factor=_in_float32(
-            validation.backoff_factor, "backoff_factor", backoff_factor
-        ),
+        growth_factor=_growth_factor(growth_factor),
+        backoff_factor=_backoff_factor(backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )

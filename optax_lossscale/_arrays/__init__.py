@@ -5,9 +5,9 @@ the whole package.
 
 - `contexts.py`: settings that apply while a function is traced.
 - `precision.py`: which leaves loss scaling applies to, and in which dtypes.
-- `finite.py`: whether every number of a pytree is finite.
+- `finite.py`: whether every element of a pytree is finite.
 - `placement.py`: whether an array is on several devices.
-- `rounding.py`: float32 numbers split into a 16-bit number and the rest.
+- `rounding.py`: float32 arrays split into a 16-bit array and the rest.
 - `variables.py`: the variables of Flax NNX, and the arrays in them.
 - `stateful.py`: the base class of loss scales and skip rules.
 - `flax_serialization.py`: how `flax.serialization` saves and restores such instances.

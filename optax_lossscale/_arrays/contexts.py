@@ -3,8 +3,8 @@
 For example, `diagnose` traces a loss function under `with DIAGNOSING(True):`. A call of
 `scale_gradient` inside that function reads `DIAGNOSING.value`, and scales nothing.
 
-A traced program depends on these settings, so they are user contexts of JAX, and not
-global variables: JAX makes the value of a user context part of its cache keys, so a
+A traced program depends on these settings, so they are user contexts of JAX rather than
+global variables. JAX makes the value of a user context part of its cache keys, so a
 program that was compiled under one value never runs under another.
 
 Do not create a context elsewhere: a new context changes the cache keys, so every
@@ -24,8 +24,8 @@ AUTOCAST_DTYPE = jax.make_user_context(None)
 OVERFLOWS = jax.make_user_context(False)
 """Whether every fixed loss scale is infinite, so that the gradients of a step overflow.
 
-`testing` sets this, because a fixed scale is a constant of the compiled step, which no
-argument of the step could replace.
+`testing` sets this, because a fixed scale is a constant of the compiled step, and no
+argument of the step can replace it.
 """
 
 BLANK_METRICS = jax.make_user_context(False)
@@ -38,6 +38,6 @@ metrics depend on the loss scale, as they should.
 DIAGNOSING = jax.make_user_context(False)
 """Whether `diagnose` is tracing the function.
 
-If it is, this package issues no warnings, because `diagnose` reports on dtypes itself.
-And `scale_gradient` scales nothing, because `diagnose` tries loss scales itself.
+If it is, this package issues no warnings, because `diagnose` reports on dtypes itself,
+and `scale_gradient` scales nothing, because `diagnose` tries loss scales itself.
 """

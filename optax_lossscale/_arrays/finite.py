@@ -1,31 +1,31 @@
-"""The finiteness check: whether every number of a pytree is finite.
+"""The finiteness check: whether every element of a pytree is finite.
 
 A step whose gradients contain a NaN or an infinity must be skipped, so every step reads
 all of its gradients once before it applies any. That read is the cost of the check.
 Some loss scales and skip rules also need the largest gradient or the global norm, which
 are computed in the same pass.
 
-A *measure* says what to compute: a function of each number, such as its square, and an
-operation that combines the results, such as a sum. For example, where a tree's two
-leaves `x` and `y` have the same shape and share a group, as on GPU, a sum of squares
-takes three steps::
+A *measure* says what to compute: a function of each element, such as its square, and an
+operation that combines the results, such as a sum. For example, a sum of squares takes
+three steps on GPU. There, a tree's two leaves `x` and `y` share a group if they have
+the same shape and dtype::
 
     [[x, y]]            # `_reduce_tree` groups leaves of the same shape and dtype
     [x**2 + y**2]       # `_combined_leaves` makes one array of each group
-    sum(x**2 + y**2)    # `_reduced` makes one number of all arrays
+    sum(x**2 + y**2)    # `_reduced` reduces all arrays to one number
 
-Only floating-point and complex leaves are read, because all other numbers are finite.
-XLA's compilers for GPU and TPU compute several measures of the same numbers in one
-pass. The compiler for CPUs does not, so `_reduced_and_checked` replaces `_reduced`
+Only floating-point and complex leaves are read, because the elements of all others are
+finite. XLA's compilers for GPU and TPU compute several measures of the same elements in
+one pass. The compiler for CPUs does not, so `_reduced_and_checked` replaces `_reduced`
 there.
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
-reduction needs. Under `pmap` and `shard_map`, the check reads the numbers of only one
+reduction needs. Under `pmap` and `shard_map`, the check reads the arrays of only one
 replica. `reduce_replicas` then reduces the results of all replicas to one.
 
-What this file says about XLA was read from programs that it compiled, with jax 0.10 to
-0.12. Only the speed of the check on CPU, times to compile, and the accuracy of the norm
-were measured.
+What this file says about XLA was read from programs compiled with jax 0.10 to 0.12.
+Only the speed of the check on CPU, compile times, and the accuracy of the norm were
+measured.
 """
 
 import collections
@@ -42,18 +42,19 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
-# The name of a mapped axis, or a tuple of such names
 AxisName = Hashable
-# Each group has leaves of the same shape and dtype, which one kernel reads.
+"""The name of a mapped axis, or a tuple of such names."""
+
 Groups = list[list[jax.Array]]
+"""Groups of leaves of the same shape and dtype; one kernel reads a group."""
 
 
 class _Measure(NamedTuple):
-    """What to compute of each number, and how to combine the results.
+    """What to compute of each element, and how to combine the results.
 
     Attributes:
       function: maps a leaf to an array of the same shape, with the dtype of `neutral`.
-      combine: combines two such arrays elementwise, or two of their numbers.
+      combine: combines two such arrays elementwise, or two of their elements.
       neutral: the identity of `combine`, such as 0 for a sum; float32 or bool.
     """
 
@@ -62,31 +63,32 @@ class _Measure(NamedTuple):
     neutral: np.generic
 
 
-# How many leaves a group has. Larger groups compile faster, and launch fewer kernels.
-# But a CPU needs enough kernels to keep all cores busy. Both numbers are a heuristic.
+# How many leaves go into a group. Larger groups compile faster, and launch fewer
+# kernels. But a CPU needs enough kernels to keep all cores busy. Both numbers are
+# heuristics.
 _LEAST_KERNELS_ON_CPU = 32
 _LARGEST_GROUP_ON_CPU = 8
-# These sizes come from compiled programs (not timed). With groups of four leaves, but
-# not of eight, the compiler for GPUs computes the norm for clipping in the same pass.
-# With groups of more than one leaf, the compiler for TPUs keeps more gradients waiting
-# in main memory.
+# These sizes were chosen by reading compiled programs, which were not timed. With
+# groups of four leaves, but not of eight, the compiler for GPUs computes the norm for
+# clipping in the same pass. With groups of more than one leaf, the compiler for TPUs
+# keeps more gradients waiting in main memory.
 _GROUP_SIZE_ON_GPU = 4
 _GROUP_SIZE_ON_TPU = 1
 
-# Bounds on the length of the rows in which `_as_matrices` sums large leaves on CPU. A
-# float32 sum of n squares is off by at most n * 2**-24 of itself, so the sum of the
-# longest row is off by at most 2**-8. Rows of 2**8 numbers or more leave at most 1/256
-# of a leaf for the second reduction.
+# Bounds on the length of the rows into which `_as_matrices` cuts large leaves, for sums
+# on CPU. The relative error of a float32 sum of n squares is at most n * 2**-24, so for
+# the longest row, it is at most 2**-8. With rows of 2**8 elements or more, the second
+# reduction has at most 1 element for every 256 of the leaf.
 _LONGEST_ROW = 2**16
 _SHORTEST_ROW = 2**8
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether all numbers of a tree are finite: no NaN, no infinity.
+    """Whether every element of a tree is finite: no NaN, no infinity.
 
     `with_loss_scale` checks the gradients like this at every step. Call `all_finite`
     yourself in a step that you write without the wrapper, or to check activations and
-    batches. It reads each number once.
+    batches. It reads each element once.
 
     Under `jit`, the result is about the arrays of all devices. Under `pmap` or
     `shard_map`, it is about one replica: to decide for all replicas alike, pass
@@ -122,12 +124,13 @@ def largest(tree: Any) -> jax.Array:
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the global L2 norm, and whether all numbers are finite; both of shape ().
+    """Returns the global L2 norm, and whether every element is finite; shapes ().
 
-    Both are computed in one pass over the numbers. The norm and the sum of squares
-    under its root are float32, so a norm of 2**64 or more is infinite, even if all
-    numbers are finite. The squares of numbers below about 1e-19 are subnormal, and CPUs
-    flush them to zero, so the norm of such numbers is 0, however many there are.
+    Both are computed in one pass over the elements. The norm and the sum of squares
+    under its root are float32, so a norm of 2**64 or more is infinite, even if every
+    element is finite. The squares of elements of magnitude below about 1e-19 are
+    subnormal, and CPUs flush them to zero, so the norm of such elements is 0, however
+    many there are.
     """
     sum_of_squares, finite = _reduce_tree(
         tree, _squares_and_flags_on_cpu, _squares_and_flags
@@ -194,13 +197,13 @@ def _combined_leaves(groups: Groups, measure: _Measure) -> list[jax.Array]:
 
 # --- reductions on GPU and TPU, and of arrays on several devices ---
 #
-# XLA computes several reductions of the same numbers in one pass. Leaves that are
+# XLA computes several reductions of the same elements in one pass. Leaves that are
 # sharded over devices are in groups of one leaf, so that a reduction of them needs a
-# single all-reduce, with one number for each leaf.
+# single all-reduce, of one number for each leaf.
 
 
 def _all_finite(groups: Groups) -> jax.Array:
-    """Whether all numbers are finite; bool, shape ()."""
+    """Whether every element is finite; bool, shape ()."""
     return _reduced(groups, _FLAGS)
 
 
@@ -210,7 +213,7 @@ def _largest(groups: Groups) -> jax.Array:
 
 
 def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of squares, and whether all numbers are finite."""
+    """Returns the sum of squares, and whether every element is finite."""
     sum_of_squares = _reduced(groups, _SQUARES)
     finite = _reduced(groups, _FLAGS)
     return sum_of_squares, finite
@@ -231,7 +234,7 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 # XLA compiles a reduction with one output to several passes, which write and read an
 # array as large as the leaf. A reduction with two outputs becomes a single pass at the
 # speed of memory, in every dtype and with the unscaling fused into it. Therefore,
-# `_reduced_and_checked` always has two outputs: a measure, and whether all numbers are
+# `_reduced_and_checked` always has two outputs: a measure, and whether every element is
 # finite. The check alone would have only the second, so it adds a dummy measure, a sum
 # of zeros.
 #
@@ -245,8 +248,8 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Returns what `_all_finite` returns."""
     zero, finite = _reduced_and_checked(groups, _ZEROS)
-    # `zero` is 0 if all numbers are finite, else NaN, so the flag does not need it. But
-    # if it were not used, a compiler would remove it, and with it the second output.
+    # `zero` is 0 if every element is finite, and NaN otherwise, so the flag alone would
+    # do. But a compiler would remove an unused `zero`, and with it the second output.
     return finite & (zero == 0)
 
 
@@ -262,8 +265,8 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """Returns what `_squares_and_flags` returns, up to rounding."""
     # The reduction has only a few running sums, and the larger a sum is, the more
     # digits of the next square it loses: 2**24 + 1 is 2**24 in float32. So large leaves
-    # are summed row by row. For 2**25 normally distributed numbers, the sum of squares
-    # was off by 5e-4 of itself without rows, and by 2e-8 with them (on an x86 CPU).
+    # are summed row by row. For 2**25 normally distributed elements on an x86 CPU, the
+    # relative error of the sum of squares was 5e-4 without rows, and 2e-8 with them.
     groups_in_rows: Groups = []
     for leaves in groups:
         matrices_of_leaves = map(_as_matrices, leaves)
@@ -275,15 +278,15 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
 def _reduced_and_checked(
     groups: Groups, measure: _Measure, first_axis: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a measure of all numbers, and whether all are finite; both of shape ().
+    """Returns a measure of all elements, and whether all are finite; both of shape ().
 
     Each leaf is reduced in one pass along its axes from `first_axis` on. The results of
     all leaves are then reduced together.
     """
     combined = _combined_leaves(groups, measure)
-    # These are an array for each group, with 0 where all of its leaves are finite, and
-    # NaN elsewhere. The zeros of a group are added up, because XLA for CPUs vectorizes
-    # such a sum, but would not vectorize an `and` of flags.
+    # One array for each group: its elements are 0 where all leaves of the group are
+    # finite, and NaN elsewhere. The zeros of a group's leaves are added up, because XLA
+    # for CPUs vectorizes such a sum, but would not vectorize an `and` of flags.
     combined_zeros = _combined_leaves(groups, _ZEROS)
     results = []
     flags = []
@@ -307,7 +310,7 @@ def _reduced_and_checked(
 
 @functools.cache  # so that JAX traces `combine_pairs` once for each `combine`
 def _with_flag(combine: Callable) -> Callable:
-    """Combines pairs `(x, flag)`: the numbers by `combine`, and the flags by `and`."""
+    """Combines pairs `(x, flag)`: `x` by `combine`, and the flags by `and`."""
 
     def combine_pairs(pair, other_pair):
         x, flag = pair
@@ -320,10 +323,10 @@ def _with_flag(combine: Callable) -> Callable:
 def _as_matrices(x: jax.Array) -> list[jax.Array]:
     """Reshapes a leaf to a matrix, or to two with rows of different lengths.
 
-    Up to `_LONGEST_ROW` numbers form a single row. For larger leaves, the length of a
+    Up to `_LONGEST_ROW` elements form a single row. For larger leaves, the length of a
     row is the largest power of two up to `_LONGEST_ROW` that divides the leaf's size.
-    If that is less than `_SHORTEST_ROW`, rows have `_LONGEST_ROW` numbers instead, and
-    the numbers that are left over form a second matrix of one row.
+    If that is less than `_SHORTEST_ROW`, rows have `_LONGEST_ROW` elements instead, and
+    the remaining elements form a second matrix of one row.
     """
     size = x.size
     if size <= _LONGEST_ROW:
@@ -345,12 +348,12 @@ def _as_matrices(x: jax.Array) -> list[jax.Array]:
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """Returns the square of each number, as float32."""
+    """Returns the square of each element, as float32."""
     return jnp.square(x.astype(jnp.float32))
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """Returns absolute values as float32, and infinity for numbers that are not finite.
+    """Returns absolute values as float32, and infinity for NaNs and infinities.
 
     A maximum would lose a NaN on CPU, but it keeps an infinity. A finite float64 number
     beyond float32's range becomes the largest float32 number.
@@ -361,10 +364,10 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 
 def _zero_if_finite(x: jax.Array) -> jax.Array:
-    """Returns 0 for each finite number, and NaN for any other, as float32.
+    """Returns 0 for each finite element, and NaN for any other, as float32.
 
-    It computes `x - x` in float32 or wider, because 16-bit arithmetic takes longer on a
-    CPU: each result is computed in float32, and then rounded.
+    The difference `x - x` is computed in float32 or wider, because 16-bit arithmetic
+    takes longer on a CPU, which computes each result in float32 and then rounds it.
     """
     wide = at_least_float32(x)
     difference = lax.sub(wide, wide)
@@ -385,9 +388,9 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
     If each replica decided for itself, one might skip a step that the others apply, and
     their parameters would differ from then on. So all replicas use the minimum of their
-    flags: if the gradients of one overflow, all of them skip the step.
+    flags: if the gradients of one replica overflow, all replicas skip the step.
     """
-    if axis_name is None:
+    if axis_name in (None, ()):
         return flag
     number = flag.astype(jnp.int32)
     smallest = reduce_replicas(lax.pmin, number, axis_name)

@@ -3,7 +3,8 @@
 An argument may change its name before it is checked: `presets.pytorch(init_scale=-1)`
 passes the number on as `initial_scale`. The error should still say
 "init_scale must be …, got -1", so the preset is decorated with
-`user_names(init_scale="initial_scale")`, and `refuse` replaces the name.
+`user_names(init_scale="initial_scale")`, and `refuse` then replaces `initial_scale`
+with `init_scale`.
 """
 
 import contextlib
@@ -19,8 +20,6 @@ from typing import Any, NoReturn
 
 from optax_lossscale._arrays.contexts import DIAGNOSING
 
-# These packages call the user's functions, so their frames may lie between the user's
-# line and ours. A warning never points to a line of these packages.
 LIBRARIES = (
     "einops",
     "equinox",
@@ -33,14 +32,19 @@ LIBRARIES = (
     "optax",
     "optax_lossscale",
 )
+"""Packages to whose lines no warning points.
+
+They call the user's functions, so their frames may lie between the user's line and
+ours.
+"""
 
 # The user's name for an argument, by the name under which it was passed on
 _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
     "user_names", default=MappingProxyType({})
 )
 
-# These limits, and the 300 characters of `shown`, were chosen so that an error stays
-# readable, whatever was passed.
+# These limits, and that of 300 characters in `shown`, keep an error readable, whatever
+# was passed.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = 60
@@ -77,13 +81,13 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def user_name(name: str) -> str:
-    """Returns the name that `user_names` has set for an argument, or else its own."""
+    """Returns the name that `user_names` has set for an argument, or `name` itself."""
     return _USER_NAMES.get().get(name, name)
 
 
 @contextlib.contextmanager
 def user_names(**arguments: str) -> Iterator[None]:
-    """Makes `refuse` replace the names of arguments by the user's names for them.
+    """Makes `refuse` replace the names of arguments with the user's names for them.
 
     Use it as a context manager or as a decorator of the function that passes arguments
     on. Each keyword is an argument of that function, and its value is the name under

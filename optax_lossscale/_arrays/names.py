@@ -1,7 +1,8 @@
 """Names of leaves, layers and scales in reports and errors, and of public modules.
 
-For example, the leaf `params["blocks"][3]["w1"]` is called `blocks/3/w1`, and that leaf
-of all layers together `blocks/*/w1`. A loss scale of 32768.0 is called `2**15`.
+For example, the leaf `params["blocks"][3]["w1"]` is called `blocks/3/w1`, and the group
+of these leaves of all layers is called `blocks/*/w1`. A loss scale of 32768.0 is called
+`2**15`.
 """
 
 import math
@@ -38,7 +39,7 @@ def natural_sort_key(name: str) -> list[tuple[str, int]]:
 
 
 def without_numbers(name: str) -> str:
-    """Replaces the numbers in a name by `*`, so that layers share it.
+    """Replaces the numbers in a name with `*`, so that layers share it.
 
     Digits next to a letter stay: `blocks/3/mlp/w1` becomes `blocks/*/mlp/w1`.
     """
@@ -46,7 +47,7 @@ def without_numbers(name: str) -> str:
 
 
 def scale_name(scale: float) -> str:
-    """Returns a loss scale as text: `2**15` for a power of two, else a decimal."""
+    """Writes a loss scale: `2**15` for a power of two other than 1, else a decimal."""
     mantissa, exponent = math.frexp(scale)
-    is_power = mantissa == 0.5
+    is_power = mantissa == 0.5 and scale != 1
     return f"2**{exponent - 1}" if is_power else f"{scale:g}"

@@ -1,6 +1,6 @@
 """What is known, while an array is traced, about the devices that it is on.
 
-The type of a traced array contains a mesh of devices, whose axes are of two kinds.
+The type of a traced array contains a mesh of devices. Its axes are of two kinds.
 Along `Auto` and `Explicit` axes, the array is one global array, and the compiler may
 divide it into shards. Along `Manual` axes, `shard_map` has divided it: each replica has
 an array of its own, which may differ from the others.
@@ -18,8 +18,8 @@ def is_on_several_devices(x: jax.Array) -> bool:
 
     The devices are known if the arguments of the `jit` are on several devices, or under
     `jax.set_mesh`. They are not known yet if only `in_shardings` will put the arguments
-    there. The array may be sharded over the devices or replicated. Axes that
-    `shard_map` maps do not count: along these, the array is what a single replica has.
+    on several devices. The array may be sharded over the devices or replicated. Axes
+    that `shard_map` maps do not count: along these, the array belongs to one replica.
     """
     mesh = jax.typeof(x).sharding.mesh
     for size, axis_type in zip(mesh.axis_sizes, mesh.axis_types, strict=True):

@@ -1,8 +1,8 @@
 """Which leaves loss scaling applies to, and in which dtypes it computes.
 
-Loss scaling multiplies and divides *inexact* leaves, which hold floating-point or
-complex numbers of any width. It leaves all others as they are. *Narrow* leaves, which
-hold floating-point numbers of 16 bits or fewer, are converted to float32 first::
+Loss scaling multiplies and divides *inexact* leaves, whose elements are floating-point
+or complex, of any width. It leaves all others as they are. *Narrow* leaves, whose
+elements are floating-point, of 16 bits or fewer, are converted to float32 first::
 
     float16(2**-15) / 2**15             # 0: the gradient has underflowed again
     float32(float16(2**-15)) / 2**15    # 2**-30
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def is_inexact_leaf(x: Any) -> bool:
-    """Whether a leaf holds floating-point or complex numbers, of any width."""
+    """Whether a leaf's elements are floating-point or complex, of any width."""
     if not is_array_leaf(x):
         return False
     return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def is_narrow_leaf(x: Any) -> bool:
-    """Whether a leaf holds floating-point numbers of 16 bits or fewer."""
+    """Whether a leaf's elements are floating-point, of 16 bits or fewer."""
     return is_inexact_leaf(x) and dtype_of(x).itemsize < 4
 
 
 def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    # `jnp.float32` has a dtype, too, but is a class, and not a number.
+    # `jnp.float32` has a dtype, too, but is a class, not a number.
     has_dtype = hasattr(x, "dtype") and not isinstance(x, type)
     return has_dtype or isinstance(x, (bool, int, float, complex))
 

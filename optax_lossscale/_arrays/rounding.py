@@ -1,4 +1,4 @@
-"""Float32 numbers in two parts: their rounding to 16 bits, and the rest.
+"""Float32 numbers in two parts: the number rounded to 16 bits, and the rest.
 
 `with_master_weights` trains 16-bit parameters as if they were float32. `split` rounds a
 float32 number: the model gets the rounded number, and the optimizer's state the rest.
@@ -8,10 +8,10 @@ At the next step, `join` restores the float32 number::
     number == join(rounded, rest)
 
 A bfloat16 number is the upper half of a float32 number, so the rest of a number that is
-rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero, and not to even
-as `astype` rounds them. Then exactly 2**16 float32 numbers round to each bfloat16
-number other than zero and infinity, and 16 bits tell them apart. With ties to even,
-2**16 + 1 float32 numbers would round to every second bfloat16 number. Numbers that
+rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero rather than to
+even, as `astype` would round them. Then exactly 2**16 float32 numbers round to each
+bfloat16 number other than zero and infinity, and 16 bits tell them apart. With ties to
+even, 2**16 + 1 float32 numbers would round to every other bfloat16 number. Numbers that
 round to zero or to infinity are lost: `join` returns the zero or the infinity.
 
 Rounding to float16 drops more than 16 bits of small and of large numbers. There the
@@ -45,9 +45,9 @@ _INFINITY_BITS = np.uint32(0x7F800000)
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """Rounds float32 numbers to float16 or bfloat16; returns `(rounded, rest)`.
 
-    Both have the shape of `number`. `rounded` is still a float32 array, of numbers that
-    the 16-bit dtype has. `rest` is uint16 for bfloat16, and for float16 the float32
-    numbers themselves. Infinities and NaNs stay as they are.
+    Both have the shape of `number`. `rounded` is still a float32 array, but the 16-bit
+    dtype can represent its elements. `rest` is uint16 for bfloat16, and for float16 it
+    is `number` itself. Infinities and NaNs stay as they are.
     """
     narrow = ("float16", "bfloat16")
     validation.one_of("the dtype of a parameter", str(dtype), narrow)
@@ -65,10 +65,10 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """Restores the float32 numbers that `split` rounded.
 
-    `rounded` may have been changed since then, say by loading other weights. A changed
-    float16 number is returned as it is. A changed bfloat16 number still gets the old
-    rest, so the result differs from that number by at most half of a unit in its last
-    place.
+    `rounded` may have changed since then, for example because other weights were
+    loaded. A changed float16 number is returned as it is. A changed bfloat16 number is
+    joined with the old rest, so the result differs from that number by at most half of
+    a unit in its last place.
     """
     rounded = at_least_float32(rounded)
     if narrow_dtype(rest) == jnp.float16:

@@ -89,7 +89,8 @@ def checked(
 
     The other keywords are passed to the check, as in
     `checked(validation.int_between, least=0, most=24)`. If a subclass declares the
-    field again without a check, say with another default, it inherits this one.
+    field again without a check, for example with another default, the field keeps this
+    check.
     """
     metadata = {"check": functools.partial(check, **allowed)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -111,8 +112,8 @@ class Stateful(abc.ABC):
       _state_names: the names of the state fields, in order.
       _static_names: the names of the configuration fields, in order.
       _checks: the check of each configuration field that has one, by its name.
-      _state_checks: the checks of Python numbers that are passed to `replace`, by the
-        name of the state field.
+      _state_checks: the checks of Python numbers and NumPy scalars that are passed to
+        `replace`, by the name of the state field.
       _classes: all subclasses, in order of definition; one list for all of them.
     """
 
@@ -134,7 +135,7 @@ class Stateful(abc.ABC):
         cls._classes.append(cls)
         cls._list_fields()
         jax.tree_util.register_pytree_with_keys(
-            cls, cls._flatten_with_keys, cls._unflatten
+            cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
 
     @classmethod
@@ -162,6 +163,8 @@ class Stateful(abc.ABC):
             self._set(**{name: value})
 
     def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stateful):
+            return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
         validation.check_concrete("==", (self, other))
@@ -187,7 +190,7 @@ class Stateful(abc.ABC):
     def replace(self, **state: ArrayLike) -> Self:
         """Returns a copy with new values of some state fields.
 
-        The values are cast to the dtypes of the old ones, so that the step is not
+        The new values are cast to the dtypes of the old ones, so that the step is not
         compiled again.
 
         Args:
@@ -199,8 +202,8 @@ class Stateful(abc.ABC):
 
         Raises:
           TypeError: for a name that is not a state field.
-          ValueError: for a Python number that the field does not allow, such as a
-            `loss_scale` of 0.
+          ValueError: for a Python number or NumPy scalar that the field does not
+            allow, such as a `loss_scale` of 0. Arrays are not checked.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -211,7 +214,8 @@ class Stateful(abc.ABC):
             )
         for name, check in self._state_checks.items():
             value = state.get(name)
-            if isinstance(value, (int, float)):  # checking an array would block
+            # Reading an array would wait for the device.
+            if isinstance(value, (int, float, np.generic)):
                 check(name, value)
         arrays = {}
         for name, value in state.items():
@@ -228,8 +232,8 @@ class Stateful(abc.ABC):
 
         Returns:
           A dict with the keys "class_name" and "config". For a class of this library,
-          it can be stored as JSON. For your own class, it can if the values of its
-          fields can.
+          it can be stored as JSON. For a class of your own, it can be if its field
+          values can be.
         """
         config = {}
         for field in dataclasses.fields(self):
@@ -280,14 +284,20 @@ class Stateful(abc.ABC):
         """Returns the names and values of the configuration fields."""
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
+    def _flatten(self) -> tuple[Any, Any]:
+        """Returns the state and the configuration, faster than with keys."""
+        state = [getattr(self, name) for name in self._state_names]
+        return state, self._configuration()
+
     def _flatten_with_keys(self) -> tuple[Any, Any]:
         """Returns the state, as leaves with keys, and the configuration."""
-        state = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
-        return state, self._configuration()
+        state, configuration = self._flatten()
+        keys = map(GetAttrKey, self._state_names)
+        return list(zip(keys, state, strict=True)), configuration
 
     @classmethod
     def _unflatten(cls, configuration: Any, state: Any) -> Self:
-        """Builds an instance without checks, because JAX also passes placeholders."""
+        """Builds an instance without checks, as JAX passes placeholders, too."""
         self = cls.__new__(cls)  # `__init__` would set the initial state
         state_by_name = dict(zip(cls._state_names, state, strict=True))
         self._set(**dict(configuration), **state_by_name)

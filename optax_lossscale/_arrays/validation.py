@@ -6,7 +6,7 @@ For example::
     int_between("margin", 99, least=0, most=24)
     # ValueError: margin must be an int between 0 and 24, got 99
 
-Such a function is a `Check`: it accepts an argument's name and value, and sometimes
+Such a function is a `Check`: it accepts an argument's name and value, and in some cases
 keywords that say what is allowed. A check of a number also accepts a NumPy scalar or an
 array of shape (), and returns a Python number, which is hashable and can be stored as
 JSON.
@@ -28,17 +28,20 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
-# The smallest normal and the largest float32 number
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-# The smallest positive Python float
-ABOVE_ZERO = math.ulp(0.0)
-# The largest float32 number below 1
-BELOW_ONE = 1 - 2.0**-24
-LARGEST_INT = int(np.iinfo(np.int32).max)
+"""The smallest positive, normal float32 number."""
 
-# A function that checks an argument, called as `check(name, value, **allowed)`
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+"""The largest finite float32 number."""
+
+BELOW_ONE = 1 - 2.0**-24
+"""The largest float32 number below 1."""
+
+LARGEST_INT = int(np.iinfo(np.int32).max)
+"""The largest int32 number."""
+
 Check = Callable[..., Any]
+"""A function that checks an argument, called as `check(name, value, **allowed)`."""
 
 
 def python_number(value: Any) -> int | float | None:
@@ -107,9 +110,9 @@ finite = partial(
 )
 positive = partial(
     number_between,
-    least=ABOVE_ZERO,
+    least=SMALLEST_NORMAL,
     most=LARGEST_FLOAT32,
-    allowed="a positive number in float32's range",
+    allowed="a positive number, normal in float32",
 )
 growth_factor = partial(number_between, least=1, most=LARGEST_FLOAT32)
 backoff_factor = partial(
@@ -154,7 +157,7 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Checks that an argument is True or False, and not a number."""
+    """Checks that an argument is True or False, not a number."""
     return one_of(name, value, (True, False))
 
 
@@ -175,7 +178,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
 
 
 def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
-    """Whether a value is a function, and not a tree that can be called.
+    """Whether a value is a function rather than a tree that can be called.
 
     An Equinox module, for example, is a tree that can be called.
     """
@@ -218,7 +221,7 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether a tree contains tracers, whose numbers are not known yet."""
+    """Whether a tree contains tracers, whose values are not known yet."""
     leaves = jax.tree.leaves(tree)
     return any(isinstance(x, jax.core.Tracer) for x in leaves)
 

@@ -2,7 +2,7 @@
 
 An `nnx.Optimizer` keeps each array of its state in a variable, a mutable object. Most
 of this package works with arrays alone, so `without_variables` replaces each variable
-by its array. Flax is not imported here: a program that has not imported it has no
+with its array. Flax is not imported here: a program that has not imported it has no
 variables.
 """
 
@@ -83,7 +83,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-    """Replaces each variable in a tree by its array; an empty variable stays."""
+    """Replaces each variable in a tree with its array; an empty variable stays."""
 
     def to_array(leaf):
         if not is_variable(leaf):

@@ -1,9 +1,9 @@
 """The fixed loss scale, which never changes.
 
 It has no state: the scale is configuration, so a compiled step contains it as a
-constant, which XLA can fold into other constants. A scale of 1 is left out. Given a
-number, as in `with_loss_scale(optimizer, 1024)`, the wrapper uses this loss scale, and
-given None, it uses this loss scale with a scale of 1.
+constant, which XLA can fold into other constants. With a scale of 1, the step contains
+no scaling. Given a number, as in `with_loss_scale(optimizer, 1024)`, the wrapper uses
+this loss scale. Given None, it uses this loss scale with a scale of 1.
 """
 
 import dataclasses
@@ -28,12 +28,11 @@ class FixedLossScale(LossScale):
     """A constant loss scale.
 
     Use it if you have measured a scale at which gradients neither overflow nor
-    underflow. Where they do overflow, the scale stays as it is, and every such step is
-    skipped. You can pass a number instead: `with_loss_scale(optimizer, 1024)`.
+    underflow. You can pass a number instead: `with_loss_scale(optimizer, 1024)`.
 
-    `update` does not check the gradients. `with_loss_scale` still does, and skips steps
-    that are not finite, unless `skip=None`. A compiled step contains the scale as a
-    constant, and a scale of 1 compiles to no scaling at all.
+    If gradients do overflow, the scale stays as it is, and `with_loss_scale` skips the
+    step, unless `skip=None`. `update` itself checks nothing. A compiled step contains
+    the scale as a constant, and a scale of 1 compiles to no scaling at all.
 
     Args:
       scale: from 2**-126 to 2**126, so that it and its reciprocal are normal float32

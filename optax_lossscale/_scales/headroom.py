@@ -1,12 +1,64 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
-At each step, the rule reads the *size* of the largest gradient: the exponent of the
-next larger power of two. A gradient of 2**-9, for example, has the size -8. Float16
-overflows at 2**16, so with a margin of 1 bit, the scale for this size is
-2**(16 - 1 + 8) = 2**23.
+The rule works with the *exponent* of each step's largest gradient: the least integer
+for which the gradient is below `2**exponent`. A gradient of 2**-9, for example, has the
+exponent -8. Float16 overflows at 2**16, so with a margin of 1 bit, the scale for this
+exponent is 2**(16 - 1 + 8) = 2**23.
 
-The docstring of `HeadroomLossScale` has the whole rule. It also defines the *memory*,
-the *reserve*, and what it means to *excuse* an overflow.
+The rule remembers the exponent of the largest recent gradient, and chooses the scale
+that keeps such a gradient `margin` bits below 2**16. While gradients are smaller, the
+remembered exponent falls, so that the scale can rise again. The *memory* is the number
+of steps in which it falls by about a bit, or by more if gradients are much smaller.
+Runs of overflows lengthen the memory, up to a limit.
+
+An overflow has one of two causes: some gradient is too large for the scale, or the
+batch itself produces a NaN or an infinity. At first, the rule assumes the former. An
+infinity does not show by how much the scale is too large, so overflows in a row lower
+it by more and more bits. The sum of these bits is the *reserve*. It shrinks while steps
+are finite, and becomes 0 as soon as a measured gradient is large enough to explain the
+overflow. There may be no such gradient, because only the gradients of parameters are
+measured, and those inside the model may be larger. But if the reserve becomes very
+deep, and the next finite step has no such gradient, the batch is taken to be at fault.
+This step sets the reserve to 0, and a number of later overflows are *excused*: they do
+not lower the scale.
+
+If all gradients of a step are zero, nonzero gradients may be rare, or all gradients may
+have underflowed. So the scale rises at such steps, too, but far more slowly.
+
+At each step, where `exponent` is that of the largest gradient, and `largest` is the
+remembered exponent::
+
+    if grads_overflow:
+        overflows += 1
+        if overflows == 1: memory = clip(2 * memory, 32, 512)
+        if overflows >= 1: reserve = ceil(reserve + min(reserve + 1, 32))
+    elif all gradients are zero:
+        fall = 1 / (64 * max(memory, 32))       # 1 bit in 2048 to 32,768 steps
+        largest -= fall
+        fade(fall)
+    else:
+        if exponent > largest + margin:         # explains earlier overflows, if any
+            reserve = overflows = 0
+        else:
+            fade(1 / max(memory, 1e-3))
+        fall = (1 + max(largest - exponent, 0) / 10) / max(memory, 1e-3)
+        largest = max(exponent, largest - fall)
+        memory = memory + 2 if memory < 32 else max(memory * (1 - 1 / 4096), 32)
+    largest = clip(largest, -84 - margin, 116 - margin)
+    loss_scale = 2 ** max(floor(16 - margin - largest - reserve), -100)
+
+where `fade(fall)` is::
+
+    if reserve >= 32:                           # the batch was at fault: excuse 64
+        reserve = 0
+        overflows = -64
+    else:
+        reserve = max(reserve - (1 + reserve) * fall, 0)
+        overflows = min(overflows, 0)
+
+When a run begins, `largest` is `16 - margin - log2(initial_scale)`, and `memory`,
+`reserve` and `overflows` are 0. Only the scale, `spare_bits`, `reserve`, `memory` and
+`overflows` are stored: `largest` is computed from the first two.
 """
 
 from typing import Any, Self
@@ -22,17 +74,19 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
-# Unless a number's comment derives it, it was chosen by trial, on synthetic sequences
-# of gradients like those in docs/benchmarks/policies.md.
+# These numbers were chosen by trial, on synthetic sequences of gradients like those in
+# docs/benchmarks/policies.md, unless a comment derives them.
 
 # All finite float16 numbers are below 2**16.
 _OVERFLOW_BITS = 16
-# From this reserve on, the batch is taken to be at fault, and not the scale. Float16's
-# numbers span 40 bits, from 2**-24 to 2**16, of which at most 8 would be left, and
-# gradients further below the largest would underflow. This is also the most that one
-# overflow adds to the reserve, apart from rounding.
+# At this reserve or above, the batch is taken to be at fault rather than the scale.
+# Float16's numbers span 40 bits, from 2**-24 to 2**16. A reserve of 32 leaves at most 8
+# of them below the largest gradient, and all smaller gradients underflow. One overflow
+# also adds at most this much to the reserve, apart from rounding.
 _DEEP_BITS = 32
-# The remembered size decays twice as fast if the step's size is this many bits smaller.
+# The remembered exponent falls twice as fast if that of the step is this much smaller.
+# If that of the step is 20 smaller, and the memory is 32 steps, the remembered exponent
+# reaches it in about 320 * ln(3) = 350 steps.
 _GAP_BITS = 10
 # The scale stays between 2**-100 and 2**100, well within float32's 2**-126 and 2**128.
 _MAX_EXPONENT = 100
@@ -41,13 +95,15 @@ _MAX_EXPONENT = 100
 # six overflows to find that, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
 
-# In steps. With a longer memory, one rare outlier would keep the scale low for longer.
+# In measured steps, the memory grows to this many steps. If it grew longer, one rare
+# outlier would keep the scale low for longer.
 _SHORTEST_MEMORY = 32
-# Overflows that recur less often than this cost less than 1 step in 512.
+# Runs of overflows double the memory up to this many steps. Overflows that recur less
+# often cost less than 1 step in 512.
 _LONGEST_MEMORY = 512
-# Replaces a memory of 0, which lasts until the first overflow or measured step. If the
-# measured step comes first, the remembered size falls by 1000 bits or more, so that the
-# measured one replaces it.
+# Stands in for a memory of 0, which lasts until the first overflow or measured step. If
+# the measured step comes first, the remembered exponent would fall by 1000 or more, so
+# the measured one replaces it.
 _FIRST_MEMORY = 1e-3
 # Each measured step adds this to a memory below `_SHORTEST_MEMORY`.
 _LENGTHENING = 2
@@ -64,69 +120,23 @@ _ZERO_STEPS = 64
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
-    Use it for short runs, and for gradients that jump in size or are zero at most
-    steps. If gradients inside the model are larger than those of its parameters,
-    `DynamicLossScale` skips fewer steps.
+    Use it for short runs, and for gradients whose magnitude jumps or that are zero at
+    most steps. It measures only the gradients of parameters: if those inside the model
+    are larger, `DynamicLossScale` skips fewer steps.
 
-    Usually, the first finite step with nonzero gradients sets the scale, wherever a run
-    starts. But after an earlier overflow that is not due to large gradients, a scale
-    that is too low rises slowly: by 20 bits in about 350 steps.
+    The scale is a power of two between 2**-100 and 2**100. The rule chooses it so that
+    the largest recent gradient, times the scale, is at least `margin` bits below 2**16,
+    where float16 overflows. Usually, the first finite step with nonzero gradients sets
+    the scale, whatever the initial scale. But after an earlier overflow that is not due
+    to large gradients, a scale that is too low rises slowly: by 20 bits in about 350
+    steps. While gradients are smaller, the scale rises again; while all of them are
+    zero, far more slowly.
 
-    The rule remembers the *size* of the largest recent gradient: the least integer for
-    which the gradient is below `2**size`. It chooses the scale that keeps a gradient of
-    this size `margin` bits below 2**16, where float16 overflows. While gradients are
-    smaller, the remembered size falls, so that the scale can rise again. The *memory*
-    is the number of steps in which it falls by about a bit, or by more if gradients are
-    much smaller. Runs of overflows lengthen the memory, up to a limit.
-
-    An overflow has one of two causes: some gradient is too large for the scale, or the
-    batch itself produces a NaN or an infinity. At first, the rule assumes the former.
-    An infinity does not show by how much the scale is too large, so overflows in a row
-    lower it by more and more bits, up to about 32 at a time. The sum of these bits, the
-    *reserve*, shrinks while steps are finite, and is dropped as soon as a measured
-    gradient is large enough to explain the overflow. There may be no such gradient,
-    because only the gradients of parameters are measured, and those inside the model
-    may be larger. But if the reserve becomes very deep, and the next finite step has no
-    such gradient, the batch is taken to be at fault: this step drops the reserve, and a
-    number of later overflows are *excused*, that is, they do not lower the scale.
-
-    If all gradients of a step are zero, nonzero gradients may be rare, or all gradients
-    may have underflowed. So the scale rises at such steps, too, but far more slowly.
-
-    At each step, where `size` is that of the largest gradient, and `largest` is the
-    remembered size::
-
-        if grads_overflow:
-            overflows += 1
-            if overflows == 1: memory = clip(2 * memory, 32, 512)
-            if overflows >= 1: reserve = ceil(reserve + min(reserve + 1, 32))
-        elif all gradients are zero:
-            fall = 1 / (64 * max(memory, 32))   # 1 bit in 2048 to 32,768 steps
-            largest -= fall
-            fade(fall)
-        else:
-            if size > largest + margin:         # explains earlier overflows, if any
-                reserve = overflows = 0
-            else:
-                fade(1 / max(memory, 1e-3))
-            fall = (1 + max(largest - size, 0) / 10) / max(memory, 1e-3)
-            largest = max(size, largest - fall)
-            memory = memory + 2 if memory < 32 else max(memory * (1 - 1 / 4096), 32)
-        largest = clip(largest, -84 - margin, 116 - margin)
-        loss_scale = 2 ** max(floor(16 - margin - largest - reserve), -100)
-
-    where `fade(fall)` is::
-
-        if reserve >= 32:                       # the batch was at fault: excuse 64
-            reserve = 0
-            overflows = -64
-        else:
-            reserve = max(reserve - (1 + reserve) * fall, 0)
-            overflows = min(overflows, 0)
-
-    When a run begins, `largest` is `16 - margin - log2(initial_scale)`, and `memory`,
-    `reserve` and `overflows` are 0. The scale is always a power of two between 2**-100
-    and 2**100.
+    Overflows in a row lower the scale by 1, 2, 4 and more bits, up to about 32 at a
+    time. If they lower it by 32 bits or more in all, and the gradients of the next
+    finite step are too small to explain them, the batches are taken to be at fault
+    rather than the scale. The scale then rises at once, and up to 64 later overflows do
+    not lower it.
 
     Args:
       initial_scale: the initial loss scale, from 2**-100 to 2**100, rounded down to a
@@ -135,15 +145,16 @@ class HeadroomLossScale(LossScale):
         to 24. With more bits, fewer steps overflow, but more gradients underflow.
 
     Attributes:
-      spare_bits: by how many bits a gradient of the remembered size could grow without
-        an overflow. The number is the sum of the margin, the reserve, and the fraction
-        of a bit by which the scale is rounded down, unless the reserve would lower the
-        scale below 2**-100; float32, shape ().
+      spare_bits: by how many bits the largest recent gradient could grow without an
+        overflow; float32, shape (). The number is the sum of the margin, the bits by
+        which earlier overflows still lower the scale, and the fraction of a bit by
+        which the scale is rounded down. It is less if the scale would otherwise be
+        below 2**-100.
 
     Raises:
       ValueError: for an argument outside the ranges above.
 
-    Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
+    Source: a new rule, inspired by OpenSeq2Seq's `LogMaxScaler`.
 
     Example:
       After one step, the largest gradient is scaled to less than 2**16 by the margin of
@@ -165,8 +176,8 @@ class HeadroomLossScale(LossScale):
     )
     margin: int = checked(validation.int_between, least=0, most=24, default=1)
     spare_bits: jax.Array = state_field()
-    # As in the pseudocode: the reserve in bits, the memory in steps, and the overflows
-    # since the last finite step, or -n while n more are excused
+    # As in the pseudocode above: the reserve in bits, the memory in steps, and the
+    # overflows since the last finite step, or -n while n more are excused
     _reserve: jax.Array = state_field(0.0)
     _memory: jax.Array = state_field(0.0)
     _overflows: jax.Array = state_field(0)
@@ -211,8 +222,9 @@ class HeadroomLossScale(LossScale):
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed, and the scale would have to fall below 2**-100.
 
-        Excused overflows do not count. A step that is skipped because of its loss, or
-        by a skip rule, does not change the answer.
+        Overflows that do not lower the scale, because the batch is taken to be at
+        fault, do not count. A step that is skipped because of its loss, or by a skip
+        rule, does not change the answer.
 
         Returns:
           A bool, shape ().
@@ -238,17 +250,17 @@ class HeadroomLossScale(LossScale):
     def _after_nonzero_step(self, largest_gradient: jax.Array) -> Self:
         """Adapts the scale to a finite step whose largest gradient is not zero."""
         _, exponent = jnp.frexp(largest_gradient)
-        size = exponent.astype(jnp.float32)
+        exponent = exponent.astype(jnp.float32)
         memory = jnp.maximum(self._memory, _FIRST_MEMORY)
         fall = 1 / memory
 
         old_largest = self._largest()
-        gap = jnp.maximum(old_largest - size, 0)
+        gap = jnp.maximum(old_largest - exponent, 0)
         acceleration = 1 + gap / _GAP_BITS
         fallen = old_largest - acceleration * fall
-        largest = jnp.maximum(size, fallen)
+        largest = jnp.maximum(exponent, fallen)
 
-        explains_overflow = size > old_largest + self.margin
+        explains_overflow = exponent > old_largest + self.margin
         explained = self._scaled_for(largest, reserve=0.0, overflows=0)
         unexplained = self._faded(largest, fall)
         new = choose(explains_overflow, explained, unexplained)
@@ -272,8 +284,8 @@ class HeadroomLossScale(LossScale):
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """Shrinks the reserve after a finite step that does not explain an overflow.
 
-        This is `fade` in the pseudocode. The reserve shrinks by `fall * (1 + reserve)`,
-        and not by `fall * reserve`, so that it reaches 0.
+        This is `fade` in the pseudocode. The reserve shrinks by `fall * (1 + reserve)`
+        rather than by `fall * reserve`, so that it reaches 0.
         """
         batch_is_at_fault = self._reserve >= _DEEP_BITS
         faded = self._reserve - (1 + self._reserve) * fall
@@ -284,19 +296,20 @@ class HeadroomLossScale(LossScale):
         return self._scaled_for(largest, reserve, overflows)
 
     def _largest(self) -> jax.Array:
-        """Returns the remembered size; float32, shape ().
+        """Returns the remembered exponent; float32, shape ().
 
-        The size has a fraction because it decays. It is not stored, but computed from
-        the scale, so that the rule continues from a scale that was set with `replace`.
+        It has a fraction because it falls by fractions of a bit. It is not stored, but
+        computed from the scale, so that the rule continues from a scale that was set
+        with `replace`.
         """
-        _, exponent = jnp.frexp(self() / 2)  # The scale is 2**exponent.
-        max_size = _OVERFLOW_BITS - exponent  # A larger gradient would overflow.
-        return max_size.astype(jnp.float32) - self.spare_bits
+        _, scale_exponent = jnp.frexp(self() / 2)  # The scale is 2**scale_exponent.
+        highest = _OVERFLOW_BITS - scale_exponent  # A larger gradient would overflow.
+        return highest.astype(jnp.float32) - self.spare_bits
 
     def _scaled_for(
         self, largest: jax.Array, reserve: ArrayLike, overflows: ArrayLike
     ) -> Self:
-        """Returns the loss scale for a remembered size and a reserve, both in bits.
+        """Returns the loss scale for a remembered exponent and a reserve in bits.
 
         All arguments have shape (). `largest` and `reserve` are float32.
         """

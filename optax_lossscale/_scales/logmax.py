@@ -22,7 +22,12 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
 
-_decay = partial(validation.number_between, least=0, most=validation.BELOW_ONE)
+_decay = partial(
+    validation.number_between,
+    least=0,
+    most=validation.BELOW_ONE,
+    allowed="a number in [0, 1), below 1 in float32",
+)
 
 
 class LogMaxLossScale(LossScale):
@@ -142,8 +147,8 @@ class LogMaxLossScale(LossScale):
 
     def _predicted_scale(self) -> jax.Array:
         """Returns the scale at which the highest log2 becomes 16; float32, shape ()."""
-        # The averages begin at 0. As in Adam, they are divided by the weight of the
-        # numbers averaged so far, to correct the bias.
+        # The averages begin at 0. To correct this bias, they are divided by the total
+        # weight of what has been averaged so far, as in Adam.
         mean = self.mean / (1 - self.weight1)
         slow_mean = self.slow_mean / (1 - self.weight2)
         mean_square = self.square / (1 - self.weight2)

@@ -100,8 +100,8 @@ class LossScale(Stateful):
     def __call__(self) -> jax.Array:
         """Returns the current loss scale as a JAX array, float32, shape ().
 
-        Prefer this call to the field `loss_scale`, which is a NumPy number until the
-        first step.
+        Prefer this call to the field `loss_scale`, which is a NumPy number in a loss
+        scale that you have just made, and in every `FixedLossScale`.
         """
         return jnp.asarray(self.loss_scale, jnp.float32)
 

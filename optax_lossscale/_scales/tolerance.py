@@ -40,8 +40,8 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     There are two exceptions. A scale that would fall to `min_scale` or below stays as
-    it is, and becomes `exhausted`, at which `raise_if_stuck` raises an error. A scale
-    that would grow beyond float32's range stays as it is.
+    it is and becomes `exhausted`, and `raise_if_stuck` raises an error. A scale that
+    would grow beyond float32's range stays as it is.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.

@@ -19,8 +19,10 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
-# The printed loss is the mean over this many steps.
+
 LAST_STEPS = 40
+"""The printed loss is the mean over this many steps."""
+
 HEADER = f"""\
 | run | loss of last {LAST_STEPS} steps | skipped | last scale |
 | --- | ---: | ---: | ---: |"""
@@ -33,8 +35,6 @@ def loss_in_float32(params, tokens):
 
 loss_in_float16 = ols.autocast(loss_in_float32)
 
-# The loss function and the loss scale of each run. The dynamic scale grows after 15
-# finite steps instead of 2000, so that a short run shows how it adapts.
 RUNS = {
     "float32": (loss_in_float32, None),
     "float16, no loss scaling": (loss_in_float16, None),
@@ -44,6 +44,11 @@ RUNS = {
         ols.DynamicLossScale(growth_interval=15),
     ),
 }
+"""The loss function and the loss scale of each run.
+
+The dynamic scale grows after 15 finite steps instead of 2000, so that a short run shows
+how it adapts.
+"""
 
 
 def make_train_step(loss_fn, loss_scale, steps):

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
 
-BYTES = 256  # the size of the vocabulary
+BYTES = 256
+"""The size of the vocabulary."""
+
 CONTEXT = 64
 WIDTH = 128
 HEADS = 4

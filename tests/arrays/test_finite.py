@@ -16,7 +16,11 @@ from jax.sharding import PartitionSpec as P
 from pairs import product
 
 import optax_lossscale as ols
-from optax_lossscale._arrays.finite import largest, norm_and_all_finite
+from optax_lossscale._arrays.finite import (
+    largest,
+    norm_and_all_finite,
+    on_all_replicas,
+)
 
 FLOAT8 = [
     jnp.float8_e3m4,
@@ -313,3 +317,9 @@ def test_devices_exchange_results_and_no_leaves_where_only_in_shardings_places_t
     assert sent
     for lengths in re.findall(r"\w\[([\d,]+)\]", " ".join(sent)):
         assert np.prod([int(n) for n in lengths.split(",")]) <= 4
+
+
+@pytest.mark.parametrize("no_axis", [None, ()])
+def test_without_an_axis_a_flag_is_left_as_it_is(no_axis):
+    flag = jnp.array(True)
+    assert on_all_replicas(flag, no_axis) is flag

@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import json
+import operator
 import pickle
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import skips
+from optax_lossscale._arrays import stateful
 
 MADE = {
     "fixed": lambda: ols.FixedLossScale(128),
@@ -87,6 +90,29 @@ def test_traced_ones_have_a_hash_and_are_not_compared(make):
         return jnp.zeros(())
 
     traced(one)
+
+
+@each
+def test_a_foreign_type_may_define_equality(make):
+    assert make() == mock.ANY
+
+
+@each
+def test_keys_are_made_only_where_paths_are_asked_for(make, monkeypatch):
+    one = make()
+    leaves_with_paths = jax.tree.leaves_with_path(one)
+    names = [path[-1].name for path, _ in leaves_with_paths]
+    assert names == one._state_names
+    leaves = [leaf for _, leaf in leaves_with_paths]
+    identity = jax.jit(lambda x: x)
+    assert identity(one) == one  # compiled here, where JAX names the arguments
+
+    def refuse(name):
+        raise AssertionError(f"a key for {name}")
+
+    monkeypatch.setattr(stateful, "GetAttrKey", refuse)
+    assert all(map(operator.is_, jax.tree.leaves(one), leaves))
+    assert identity(one) == one
 
 
 def test_traced_ones_differ_from_what_has_another_structure():

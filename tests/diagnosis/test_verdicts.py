@@ -467,7 +467,7 @@ def test_gradients_that_are_off_at_1_alone_ask_for_a_scale():
 
     state = ols.with_loss_scale(optax.sgd(0.1), ols.FixedLossScale(1)).init(params)
     found = ols.diagnose(loss_fn, params, x, opt_state=state)
-    assert found.verdict == "Gradients underflow at your loss scale of 2**0."
+    assert found.verdict == "Gradients underflow at your loss scale of 1."
 
 
 def test_rows_of_a_table_that_no_one_looks_up_hide_no_underflow():

@@ -400,11 +400,19 @@ def test_a_step_needs_no_implicit_promotion(ls):
     assert all(jnp.all(x == 1) for x in jax.tree.leaves(unscaled))
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(0, -1.0, float("nan"), float("inf"), 1e39),
+        *(np.float32(0), np.float32("inf"), np.float16(-1), np.int32(0), np.True_),
+    ],
+)
 def test_no_scale_can_be_set_that_none_may_start_with(bad):
     with pytest.raises(ValueError, match="loss_scale must be a number between"):
         Cautious().replace(loss_scale=bad)
     assert Cautious().replace(loss_scale=8)() == 8
+    assert Cautious().replace(loss_scale=np.float32(8))() == 8
+    assert Cautious().replace(loss_scale=jnp.bfloat16(8))() == 8
 
 
 def test_state_of_64_bits_is_one_of_32_from_the_first_step_on():

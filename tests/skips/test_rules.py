@@ -157,6 +157,14 @@ def test_axlearn_learns_nothing_from_what_it_skips():
             "rolling_interval_length must be an int between 2",
         ),
         (lambda: skips.olmo_core(sigma_factor=0), "sigma_factor must be a positive"),
+        # Smaller numbers may be 0 in float32.
+        (lambda: skips.megatron(1e-320), "^grad_norm_skip_threshold must be a pos"),
+        (lambda: skips.megatron(1e-39), "^grad_norm_skip_threshold must be a pos"),
+        (lambda: skips.spikes(least=1e-50), "least must be above 0 and at most 1e6"),
+        (
+            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1e-50),
+            r"grad_norm_ema_decay must be in \(0, 1\)",
+        ),
         (lambda: skips.maxtext(interval=1.5), "^interval must"),
         (lambda: skips.maxtext(scaling_factor=float("nan")), "^scaling_factor must"),
         (lambda: skips.levanter("x"), "^rolling_interval_length must"),
