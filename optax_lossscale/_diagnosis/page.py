@@ -107,10 +107,12 @@ class Diagnosis(Findings):
         are off by more than 5%, if this error persists in a later value.
       off: the relative error of the loss and of each gradient against float32. A loss
         whose terms cancel is instead compared with how much it changes with the
-        parameters. Constant gradients and results that are not finite in float32 are
-        left out. So are results that are not judged: differences of two equal values,
-        and results that float32 does not determine, because it differs from float64 as
-        well, such as the gradient of a bias before a normalization.
+        parameters. For a gradient that is not in proportion to the loss scale, it is
+        the deviation from that proportion. Constant gradients and results that are not
+        finite in float32 are left out. So are results that are not judged: differences
+        of two equal values, and results that float32 does not determine, because it
+        differs from float64 as well, such as the gradient of a bias before a
+        normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices of indices, masks and branches. Only errors above 5% are listed. It
         is empty if any result is wrong already with the program's choices.

@@ -158,10 +158,10 @@ def wrong_intermediate_value(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wro
     """Finds the first intermediate value that is wrong, as a list of one or none.
 
     A value in the `aux` of the loss function is wrong if it is not finite where
-    float32's is. If there is none, a value is wrong if more than a fifth of its
-    elements are off by more than 5%, and if the same is true of a later value that
+    float32's is. If `aux` holds no such value, a value is wrong if more than a fifth of
+    its elements are off by more than 5%, and if the same is true of a later value that
     reads it, so that the error does not vanish at once. Each value in `aux` counts as a
-    later value that is off. But the value is not wrong if
+    later value that is off. But a value is not wrong if
 
     - float32 does not determine it,
     - the program computes in float16, and the later values are below the normal numbers
