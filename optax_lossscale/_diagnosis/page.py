@@ -91,9 +91,9 @@ class Diagnosis(Findings):
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32. It is computed with the program's choices of
-        indices, masks and branches, or if it is not finite with these, with the choices
-        of float32.
+      loss_in_float32: the loss in float32. It is computed with the program's choices,
+        such as indices, masks and branches, or if it is not finite with these, with the
+        choices of float32.
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the loss scale in the optimizer's state, or None if there is no state
@@ -114,8 +114,8 @@ class Diagnosis(Findings):
         differs from float64 as well, such as the gradient of a bias before a
         normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
-        own choices of indices, masks and branches. Only errors above 5% are listed. It
-        is empty if any result is wrong already with the program's choices.
+        own choices, such as indices, masks and branches. Only errors above 5% are
+        listed. It is empty if any result is wrong already with the program's choices.
       choices: where float32 would have chosen other indices, masks, branches or numbers
         of iterations. Each line is listed once, with the choice that differs most. A
         mask is listed if more than a fifth of it differs, any other choice if more than
