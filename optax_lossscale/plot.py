@@ -108,10 +108,10 @@ def exponents(
 ) -> Axes:
     """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
-    A loss scale fits if the scaled gradients lie between the shades, which mark the
-    ranges in which the dtype has only subnormal numbers, zero or infinity. The bins are
-    powers of two. A label gives the percentage of the scaled gradients that are 0 in
-    the dtype. Gradients that are 0, infinite or NaN are not drawn, but count in the
+    A loss scale fits if the scaled gradients lie between the shaded ranges, in which
+    the dtype has only subnormal numbers, zero or infinity. The bins are powers of two.
+    A label gives the percentage of the elements of the scaled gradients that are 0 in
+    the dtype. Elements that are 0, infinite or NaN are not drawn, but count in the
     percentages.
 
     Args:
@@ -143,16 +143,16 @@ def exponents(
     low, largest_zero, *_, high = edges
     resolved = resolve(loss_scale)
     scale = validation.scale("loss_scale", resolved())
-    sizes = _sizes(scaled_grads)
+    magnitudes = _magnitudes(scaled_grads)
     axes = axes_for(axes, 3.2)
     if scale == 1:
-        _draw_histogram(axes, edges, sizes, "gradients", AFTER)
+        _draw_histogram(axes, edges, magnitudes, "gradients", AFTER)
     else:
-        _draw_histogram(axes, edges, sizes / scale, "unscaled", BEFORE)
+        _draw_histogram(axes, edges, magnitudes / scale, "unscaled", BEFORE)
         label = f"scaled by $2^{{{np.log2(scale):g}}}$"
-        _draw_histogram(axes, edges, sizes, label, AFTER)
-    becomes_zero = sizes <= 2.0**largest_zero
-    percent_zero = 100 * np.sum(becomes_zero) / max(1, sizes.size)
+        _draw_histogram(axes, edges, magnitudes, label, AFTER)
+    becomes_zero = magnitudes <= 2.0**largest_zero
+    percent_zero = 100 * np.sum(becomes_zero) / max(1, magnitudes.size)
     labels = [f"{percent_zero:.1f}% are 0", "subnormal", dtype.name, "inf"]
     _shade(axes, edges, labels)
     axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
@@ -163,16 +163,16 @@ def exponents(
 
 
 def _draw_histogram(
-    axes: Axes, edges: Sequence[int], sizes: np.ndarray, label: str, color: str
+    axes: Axes, edges: Sequence[int], magnitudes: np.ndarray, label: str, color: str
 ) -> None:
     """Draws a histogram of absolute values, in percent, with powers of two as bins."""
     low, *_, high = edges
-    drawn = sizes[(sizes > 0) & (sizes < np.inf)]
+    drawn = magnitudes[(magnitudes > 0) & (magnitudes < np.inf)]
     powers = np.log2(drawn)
     axes.hist(
-        np.clip(powers, low, high - 1),  # numbers beyond go into the outermost bins
+        np.clip(powers, low, high - 1),  # the outermost bins also count all beyond them
         range(low, high + 1),
-        weights=np.full(powers.shape, 100 / max(1, sizes.size)),
+        weights=np.full(powers.shape, 100 / max(1, magnitudes.size)),
         histtype="stepfilled",
         color=color,
         alpha=0.5,
@@ -181,11 +181,11 @@ def _draw_histogram(
 
 
 def _edges(dtype: np.dtype) -> list[int]:
-    """Returns five exponents of 2, between which lie the four ranges of a dtype.
+    """Returns the five exponents of 2 that bound the four ranges of a dtype.
 
     In these ranges, numbers become zero, subnormal, normal and infinite. For float16,
-    the exponents are -31, -25, -14, 16 and 20. The first and the last cut off the
-    ranges of zero and infinity, which have no end, 6 and 4 bins from where these begin.
+    the exponents are -31, -25, -14, 16 and 20. The ranges of zero and infinity have no
+    end, so they are cut off after 6 and 4 bins.
     """
     info = jnp.finfo(dtype)
     largest_zero = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
@@ -201,8 +201,8 @@ def _shade(axes: Axes, edges: Sequence[int], labels: Sequence[str]) -> None:
         axes.text((start + end) / 2, 1.02, label, ha="center", transform=above)
 
 
-def _sizes(tree: Any) -> np.ndarray:
-    """Flattens gradients to absolute values in float64, two for a complex number."""
+def _magnitudes(tree: Any) -> np.ndarray:
+    """Flattens gradients to absolute values in float64, two for a complex element."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     parts = [np.zeros(0)]
     for leaf in filter(is_inexact_leaf, leaves):

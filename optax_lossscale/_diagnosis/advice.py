@@ -5,7 +5,7 @@ remark is a pair of texts: a sentence that can be the verdict, and a *remedy*, w
 says what to do. For a model whose gradients are all 0, these are
 
     "All gradients are 0, in float32 as well."
-    "Look for what stops them, such as a ReLU that is 0 for every input."
+    "Look for what makes the gradients 0, such as a ReLU that is 0 for every input."
 
 The generators run in order of importance. The sentence of the first remark is the
 verdict, and the remedies of all remarks are the advice. So to add a piece of advice,
@@ -30,20 +30,18 @@ from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
+# By default, `DynamicLossScale` begins at 2 to this power.
 _DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
-"""The default of `DynamicLossScale` begins at 2 to this power."""
 
+# How many bits below an initial scale the advised `min_scale` is. A heuristic: the
+# default scale can fall about as far, by 15 bits from its initial value to its floor
+# of 1.
 _ROOM_TO_FALL = 16
-"""How many bits below an initial scale the advised `min_scale` is.
-
-A heuristic: the default scale can fall about as far, by 15 bits from its initial value
-to its floor of 1.
-"""
 
 _NOTHING_NARROW = "Nothing is computed in 16 bits, and autocast would not change that."
 
+# Pairs of a sentence that can be the verdict and a remedy.
 _Remarks = Iterator[tuple[str, str]]
-"""Pairs of a sentence that can be the verdict and a remedy."""
 
 
 def verdict_and_advice(
@@ -77,10 +75,10 @@ def _verdict_if_fine(report: Findings) -> str:
     if not report.computes_in:
         return _NOTHING_NARROW
     many = len(report.computes_in) > 1
-    are_fine = f"{_dtypes(report)} {'are' if many else 'is'} fine"
+    fine = f"{_dtypes(report)} {'are' if many else 'is'} fine"
     if report.loss_scale is None:
-        return f"{are_fine} as {'they are' if many else 'it is'}, without a loss scale."
-    return f"{are_fine}, and so is a loss scale of {scale_name(report.loss_scale)}."
+        return f"{fine} as {'they are' if many else 'it is'}, without a loss scale."
+    return f"{fine}, and so is a loss scale of {scale_name(report.loss_scale)}."
 
 
 # --- What is wrong ---
@@ -94,7 +92,7 @@ def _about_what_is_wrong(report: Findings) -> _Remarks:
 
 
 def _what_is_wrong(report: Findings, wrong: Wrong) -> str:
-    """Writes the half of the verdict that says what is wrong; the cause follows it."""
+    """Writes the first half of a verdict, which says what is wrong, but not why."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = THE_LOSS if is_loss else f"the gradient of {wrong.name}"
@@ -107,7 +105,7 @@ def _what_is_wrong(report: Findings, wrong: Wrong) -> str:
 
 
 def _wrong_loss(report: Findings) -> str:
-    """Writes what the loss is, and what it is in float32, if it is finite there."""
+    """Writes what the loss is, and what float32's is, if that is finite."""
     loss = f"The loss is {report.loss:.4g} at any loss scale"
     if not math.isfinite(report.loss_in_float32):  # such as after a kernel
         return loss
@@ -174,7 +172,7 @@ _SCALE_INNER_LOSS = (
     "this returns by the same number."
 )
 _SUM_IN_FLOAT32 = (
-    "Compute {line} in float32, because small terms are lost beside a large sum. "
+    "Compute {line} in float32, because small terms are lost beside a large sum."
 )
 _CAST_WHERE_READ = (
     "Cast parameters to 16 bits only where they are read: the rows of an embedding "
@@ -184,22 +182,23 @@ _MORE_DIGITS = (
     "Compute {line} and its operands in float32, because it needs more digits."
 )
 _REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
-    How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
-    How.VANISHES: "Compute {line} in float32, or with larger numbers.",
-    How.STAGNATES: _SUM_IN_FLOAT32 + "Cast the terms to float32 first.",
+    How.OVERFLOWS: "Compute {line} in float32, or with smaller values.",
+    How.VANISHES: "Compute {line} in float32, or with larger values.",
+    How.STAGNATES: f"{_SUM_IN_FLOAT32} Cast the terms to float32 first.",
     How.SATURATES: (
         "Compute {line} in float32, because 16 bits round the result to a limit, where "
         "the derivative is 0."
     ),
     How.IS_A_KERNEL: "Pass float32 to {line}, or test it by itself.",
     How.IS_NOT_LINEAR: (
-        "Clip or normalize gradients in the optimizer, which receives them unscaled, "
-        "and not in the backward pass at {source}."
+        "Clip or normalize gradients in the optimizer, where they are unscaled, instead "
+        "of in the backward pass at {source}."
     ),
     How.ADDS_UP: "Compute more in float32, because no single line is at fault.",
 }
+
+# The faults that products in float32 would not cure.
 _NOT_CURED = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
-"""The faults that products in float32 would not cure."""
 
 
 def _remedy(wrong: Wrong) -> str:
@@ -220,7 +219,7 @@ def _remedy(wrong: Wrong) -> str:
     if products and wrong.how not in _NOT_CURED:
         return _keep_products(products, between)
     if wrong.how is How.STAGNATES and place.is_backward:
-        return _SUM_IN_FLOAT32.format(line=place.line) + _CAST_WHERE_READ
+        return f"{_SUM_IN_FLOAT32.format(line=place.line)} {_CAST_WHERE_READ}"
     remedy = _REMEDIES[wrong.how].format(line=place.line, source=place.source)
     if between in ("", place.source):
         return remedy
@@ -243,7 +242,7 @@ def _remedy_in_float32(wrong: Wrong) -> str:
 
 
 def _keep_products(products: Sequence[Note], between: str) -> str:
-    """Says to keep products in float32, and what is computed from them `between`.
+    """Says to keep products in float32, as well as what is computed from them.
 
     Args:
       products: the results of the products.
@@ -275,7 +274,7 @@ def _about_choices(report: Findings) -> _Remarks:
     yield (
         f"Float32 chooses differently at {lines}, so {effect}.",
         f"Compute in float32 what decides the choices at {lines}, unless one choice is "
-        "as good as the other, as between nearly equal numbers.",
+        "as good as the other, as between nearly equal values.",
     )
 
 
@@ -284,7 +283,8 @@ def _about_products(report: Findings, widened: Sequence[Operation]) -> _Remarks:
 
     Such a product is usually an accident: one float32 array, such as an input, makes
     everything after it float32. But a product whose operands are both widened is meant
-    to be wide, so it is only named together with others that are not.
+    to be wide. If all widened products are of this kind, there is no remark. If only
+    some are, the remedy names them along with the others.
     """
     # This also holds if `widened` is empty.
     are_intended = all(HALVES.issuperset(product.before) for product in widened)
@@ -344,7 +344,7 @@ def _about_gradients(report: Findings) -> _Remarks:
         yield (
             f"Float32 itself does not determine {n_undetermined} of {total} gradients, "
             "and 16 bits round more coarsely.",
-            "Look for differences of nearly equal numbers, such as small deviations "
+            "Look for differences of nearly equal values, such as small deviations "
             "from a large mean, or diagnose other parameters.",
         )
 
@@ -355,7 +355,7 @@ def _about_loss_dtype(report: Findings) -> _Remarks:
         yield (
             "float16 is fine except for the loss. The gradient of the loss is the loss "
             "scale, and float16 holds no power of two above 2**15.",
-            "Compute the loss in float32: cast the numbers that it averages or sums.",
+            "Compute the loss in float32: cast the values that it averages or sums.",
         )
 
 

@@ -1,8 +1,8 @@
 """The style that `Diagnosis.plot` and the functions of `ols.plot` share.
 
-Importing this file imports matplotlib, which is optional, so `Diagnosis.plot` imports
-this file only when it is called. Without matplotlib, the import raises an `ImportError`
-that says how to install it.
+Importing this file imports matplotlib, which is optional. So `Diagnosis.plot` imports
+this file only when it is called. Without matplotlib, an `ImportError` says how to
+install it.
 """
 
 from optax_lossscale._arrays import messages
@@ -20,7 +20,7 @@ TEAL = "#00798c"
 
 
 def axes_for(axes: Axes | None, height: float) -> Axes:
-    """Returns the given axes, or new ones, with a pale grid and a frame on two sides.
+    """Returns the given or new axes, with a pale grid and a frame on two sides only.
 
     Args:
       axes: one matplotlib `Axes`, or None to make a new figure.

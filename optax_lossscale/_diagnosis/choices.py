@@ -1,14 +1,14 @@
 """Finds choices that float32 would make differently, and the results that they change.
 
 A choice is an integer or boolean that depends on floats, such as an index, a mask or
-the condition of a loop. In float16, `argmax([1.0, 1.0001])` is 0, because both numbers
+the condition of a loop. In float16, `argmax([1.0, 1.0001])` is 0, because both elements
 are rounded to 1. In float32 it is 1. If the program looks up a row by this index, the
-float32 reference has to look up the same row, or the two could not be compared. So it
+float32 reference must look up the same row, or the two could not be compared. So it
 takes two runs to see what choices change:
 
 - In the run of the program as it is, the float32 reference follows the program's
-  choices. The note of a choice records for how much of it float32 would choose
-  differently.
+  choices. The note of a choice records in which share of its elements float32 would
+  choose differently.
 - In the run in float32, the program makes the choices of float32.
 
 If a result agrees with its reference in the first run, but not with the second run, it
@@ -30,8 +30,8 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
 
     Args:
       runs: the runs of the gradient.
-      right: the names of the results that agree with references that follow the
-        program's choices.
+      right: the names of the results that are right, compared with references that
+        follow the program's choices.
 
     Returns:
       The errors of results by name: only of those in `right`, and only errors above 5%.
@@ -53,12 +53,12 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
 def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """Lists choices that float32 would make differently, the worst choice of each line.
 
-    A few such choices do no harm: whether a ReLU passes a number that is 0 up to
-    rounding hardly matters. So unless results are far off, small differences are left
-    out: a mask is listed if more than a fifth of it differs, and any other choice if
-    more than 5% of it does. If the loss is off because of choices, or a gradient by
-    more than a fifth, every choice with a difference is listed. If the loss is not
-    finite, none is, because a comparison with NaN means nothing.
+    A few such choices do no harm: whether a ReLU passes an element that is 0 up to
+    rounding hardly matters. So a mask is listed only if more than a fifth of it
+    differs, and any other choice only if more than 5% of it does. But if choices change
+    the loss by more than 5%, or a gradient by more than a fifth, every choice that
+    differs is listed. If the loss is not finite, none is listed, because a comparison
+    with NaN means nothing.
 
     Args:
       run: the run whose choices to list.
@@ -80,6 +80,6 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
 
 
 def _tolerated(choice: Note) -> float:
-    """Returns the share of a choice that may differ if no result is far off."""
+    """Returns the share of a choice that may differ before the choice is listed."""
     is_mask = choice.dtype == np.bool_ and choice.count > 1
     return LARGE_SHARE if is_mask else TOLERANCE

@@ -45,18 +45,19 @@ def diagnose(
 ) -> Diagnosis:
     """Reports whether a model can run in 16 bits, and if not, what to change.
 
-    Call it before you train a model in 16 bits, and when training in 16 bits goes
-    wrong: when the loss scale collapses, the loss is NaN, or gradients vanish or look
-    wrong. Then give it the parameters and the batch of such a step. A skipped step
-    leaves the parameters as they were, so you can diagnose it afterwards, if you keep
-    its batch. Other parameters and batches may behave differently.
+    Call it before you train a model in 16 bits. Call it also when training goes wrong:
+    when the loss scale collapses, the loss is NaN, or gradients vanish or look wrong.
+    In this case, pass the parameters and the batch of a step at which it happens. A
+    skipped step leaves the parameters as they were, so you can still diagnose it
+    afterwards if you have kept its batch. Other parameters and batches may behave
+    differently.
 
-    `diagnose` runs the gradient of the loss function, and computes every value twice:
-    as the program does, and in float32. The first run has a loss scale of 1, and where
-    gradients are in float16, another run has the scale that fits. The report says
-    whether the loss, the gradients and the intermediate values are right. Where they
-    are wrong, it names the line and the layer, and says what to do. It also says which
-    loss scale fits, and how many gradients are lost to underflow.
+    The report says whether the loss, the gradients and the intermediate values are
+    right. Where they are wrong, it names the line and the layer, and says what to do.
+    It also says which loss scale fits, and how many gradients are lost to underflow.
+    For this, `diagnose` runs the gradient of the loss function, and computes every
+    value twice: as the program does, and in float32. The first run has a loss scale of
+    1. If gradients are in float16, another run has the scale that fits.
 
     A loss function that computes in float32 is diagnosed as `autocast` runs it in
     float16. For bfloat16, pass `autocast(loss_fn, jnp.bfloat16)`. If `autocast` has
@@ -66,8 +67,9 @@ def diagnose(
     branches. If float32 would choose differently, or if anything is off, the gradient
     is also run in float32 with its own choices, and compared with float64.
 
-    An error that was made before or during tracing is not found. If bfloat16 has
-    rounded a constant 0.999 to 1 in the traced program, it is 1 in float32 as well.
+    An error that was made before or during tracing is not found. For example, if the
+    traced program holds a constant 0.999 that bfloat16 has rounded to 1, this constant
+    is 1 in float32 as well.
 
     Call `diagnose` on the host, outside `jit`, with a loss function that names no axis
     of a surrounding `pmap` or `shard_map`. It compiles the gradient in many small
@@ -118,8 +120,8 @@ def diagnose(
     validation.check_function("loss_fn", loss_fn)
     check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
     validation.check_concrete("diagnose", (params, args, kwargs, opt_state))
-    # Numbers that are not finite have to be reported, not raised as errors, and the
-    # host has to read all of them.
+    # Values that are not finite must be reported, not raised as errors, and the host
+    # must be allowed to read all values.
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -167,8 +169,8 @@ def _findings(
     underflow = {}
     if runs.fit.scale is not None and np.float16 in dtypes:
         underflow = underflow_by_group(runs.at_1.grads, run.grads, right)
-    # If a result is wrong already, the share that is due to choices cannot be told
-    # apart.
+    # If a result is wrong already, one cannot tell how much of its error is due to
+    # choices.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
     return Findings(
         is_autocast=is_autocast,

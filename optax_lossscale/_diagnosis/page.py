@@ -31,7 +31,8 @@ from optax_lossscale._diagnosis.text import abridged, aligned, listed, percent, 
 from optax_lossscale._diagnosis.wrong import Wrong
 from optax_lossscale._programs.operations import Trait, traits_of
 
-_SHOWN_ROWS = 8  # how many rows of a table, or sentences about choices, are printed
+# How many rows of a table, or sentences about choices, are printed.
+_SHOWN_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,9 @@ class Diagnosis(Findings):
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
-      loss_in_float32: the loss in float32 with the choices of the program, or, if that
-        is not finite, with float32's own.
+      loss_in_float32: the loss in float32. It is computed with the program's choices,
+        such as indices, masks and branches, or if it is not finite with these, with the
+        choices of float32.
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the loss scale in the optimizer's state, or None if there is no state
@@ -99,45 +101,48 @@ class Diagnosis(Findings):
       is_scale_fixed: whether that loss scale is a `FixedLossScale`.
       wrong: what is wrong, and why: first the loss, then gradients, the worst first. A
         result is wrong if it is off by more than 5%, not finite even in float32, or not
-        in proportion to the loss scale. If the loss and all gradients are right, there
-        is at most one intermediate value: a value in `aux` that is finite in float32
-        only, or else the first one that is off by more than 5% in more than a fifth of
-        its numbers.
-      off: how far the loss and each gradient are from float32's, relative to those. A
-        loss whose terms cancel is compared with how much it changes with the
-        parameters. Left out are constant gradients, results that are not finite in
-        float32, differences of two equal things, and results that float32 does not
-        determine, because it differs from float64 as well, such as the gradient of a
-        bias before a normalization.
+        in proportion to the loss scale. If the loss and all gradients are right, at
+        most one intermediate value is listed: a value in `aux` that is finite in
+        float32 only, or else the first value of which more than a fifth of the elements
+        are off by more than 5%, if this error persists in a later value.
+      off: the relative error of the loss and of each gradient against float32. A loss
+        whose terms cancel is instead compared with how much it changes with the
+        parameters. For a gradient that is not in proportion to the loss scale, it is
+        the deviation from that proportion. Constant gradients and results that are not
+        finite in float32 are left out. So are results that are not judged: differences
+        of two equal values, and results that float32 does not determine, because it
+        differs from float64 as well, such as the gradient of a bias before a
+        normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
-        own choices, such as indices, masks and branches, where that is more than 5%. It
-        is empty if any result is wrong already with the choices of the program.
+        own choices, such as indices, masks and branches. Only errors above 5% are
+        listed. It is empty if any result is wrong already with the program's choices.
       choices: where float32 would have chosen other indices, masks, branches or numbers
-        of iterations. Each line is listed once, with the choice that differs most. If
-        only a small share of a choice differs, as near a tie, it is left out, unless
-        the loss is off because of choices, or a gradient is far off.
+        of iterations. Each line is listed once, with the choice that differs most. A
+        mask is listed if more than a fifth of it differs, any other choice if more than
+        5% of it does. But if `off_by_choices` holds the loss, or an error above a
+        fifth, all choices that differ are listed.
       initial_scale: the loss scale that fits. It is None if gradients are finite at
         none of the scales tried, or if the loss or float32's results are not finite.
       overflow: the result to blame if gradients overflow, as they do at twice
-        `initial_scale.largest`. It is the result that overflows first, or the earlier
-        one in which its numbers grew most, if they grew by a factor of 1024 or more. It
-        is None if nothing overflows.
-      undetermined: the parameters whose gradients were not judged, because float32 does
-        not determine them, or because they are 0 in float32 as the difference of two
-        equal things.
+        `initial_scale.largest`. It is the result that overflows at the smallest scale.
+        But if an equation on the way there made the values 1024 or more times larger,
+        it is that equation's result instead. It is None if nothing overflows.
+      undetermined: the parameters whose gradients were not judged. Either float32 does
+        not determine the gradient, or the gradient is the difference of two equal
+        values, which is 0 in float32.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_unscaled: whether the loss and gradients are finite without a loss
         scale.
-      off_unscaled: how far gradients are off without a loss scale. Only gradients that
-        are off by more than 5% without it, and right at `scale`, are listed: they need
-        a loss scale.
-      underflow: how many of the gradients that are not wrong underflow, by the path of
-        the parameters without its numbers. The group "all" comes first, then the group
-        that loses most. Groups that lose 1% or less, both without a loss scale and at
-        `scale`, are left out.
-      not_compared: operations that have no float32 version, each with its line: kernels
-        and others that run in 16 bits only, and callbacks that run once. The rounding
-        errors that these operations themselves make are not found.
+      off_unscaled: the relative errors of the gradients that need a loss scale: those
+        that are off by more than 5% without one, and right at `scale`.
+      underflow: how many elements of the gradients underflow, by groups of parameters.
+        Parameters whose paths differ only in numbers form a group, such as
+        `blocks/*/up`. The group "all" comes first, then the group that loses most.
+        Gradients that are wrong or not judged do not count. Groups that lose 1% or
+        less, both without a loss scale and at `scale`, are left out.
+      not_compared: operations that have no float32 version, each with its line. These
+        are kernels and others that run in 16 bits only, and callbacks that run once.
+        The rounding errors that these operations themselves make are not found.
       table: a row for each computed result.
     """
 
@@ -145,11 +150,11 @@ class Diagnosis(Findings):
     advice: list[str]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws how large each result is, and shades what float16 cannot hold.
+        """Draws the magnitude of each result, and shades what float16 cannot hold.
 
-        The results follow each other as in the program. Look for dots in the shade, and
-        for where they begin to rise or to fall. The dots are, in order, the rows of
-        `table.rows` whose `largest` is not 0.
+        Look for dots in the shaded ranges, and for where the dots begin to rise or
+        fall. There is a dot for each row of `table.rows` whose `largest` is not 0, in
+        the order of the program.
 
         Args:
           axes: the matplotlib axes to draw into; by default those of a new figure.
@@ -266,10 +271,13 @@ class Diagnosis(Findings):
 
 
 def _how_far_off(wrong: Wrong) -> str:
-    """Formats how far a result is off, or how many numbers of an intermediate value."""
+    """Formats how far a result is off.
+
+    For an intermediate value, this is the share of its elements that are off.
+    """
     off = percent(wrong.off)
     is_share = wrong.name == AN_INTERMEDIATE_VALUE and math.isfinite(wrong.off)
-    return f"{off} of its numbers are off" if is_share else off
+    return f"{off} of its elements are off" if is_share else off
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

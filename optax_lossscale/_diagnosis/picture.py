@@ -1,4 +1,4 @@
-"""`Diagnosis.plot`: the magnitudes along the program, against the range of float16."""
+"""`Diagnosis.plot`: the magnitude of each result, beside the range of float16."""
 
 import numpy as np
 
@@ -8,17 +8,21 @@ from optax_lossscale._diagnosis.notes import least_infinite
 from optax_lossscale._diagnosis.table import Table
 
 _RED = "#d1495b"
-_ROUNDED_TO_ZERO = 2.0**-25  # half of the smallest positive float16
+
+# Float16 rounds this magnitude and smaller ones to 0. It is half of the smallest
+# positive float16.
+_ROUNDED_TO_ZERO = 2.0**-25
+
+# Float16 rounds this magnitude and larger ones to infinity.
 _ROUNDED_TO_INFINITY = least_infinite(np.float16)
 
 
 def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
-    """Draws the largest size of each result as a dot, in the program's order.
+    """Draws the largest magnitude of each result as a dot, in the program's order.
 
     A thin line connects the dot to the root mean square of the result. A dotted line
-    marks where the backward pass begins, and the sizes that float16 cannot hold are
-    shaded. Results that are all 0 are left out, because the axis of sizes is
-    logarithmic.
+    marks where the backward pass begins. The magnitudes that float16 cannot hold are
+    shaded. Results that are all 0 are left out, because the axis is logarithmic.
     """
     axes = axes_for(axes, height=3.2)
     rows = [row for row in table.rows if row.largest]
@@ -41,15 +45,15 @@ def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
         axes.axvline(start, color="black", lw=0.8, ls=":")
     axes.set_yscale("log", base=2)
     _shade(axes)
-    axes.set(xlabel="equation of the gradient", ylabel="size")
+    axes.set(xlabel="equation of the gradient", ylabel="magnitude")
     axes.legend(frameon=False, fontsize=8)
     return axes
 
 
 def _shade(axes: Axes) -> None:
-    """Shades the sizes that float16 rounds to zero or to infinity."""
+    """Shades the magnitudes that float16 rounds to zero or to infinity."""
     bottom, top = axes.get_ylim()
-    # Both shades are visible even if no size lies in them.
+    # Both shaded ranges are visible even if no dot lies in them.
     bottom = min(bottom, _ROUNDED_TO_ZERO / 16)
     top = max(top, _ROUNDED_TO_INFINITY * 16)
     axes.axhspan(bottom, _ROUNDED_TO_ZERO, color="black", alpha=0.14, lw=0)

@@ -3,14 +3,13 @@
 Where a backward pass is linear in the loss scale, one run shows at which scale each of
 its results overflows:
 
-    largest number at scale 1       2**6
+    largest magnitude at scale 1    2**6
     float16 overflows at            2**16, so at a scale of 2**10
     largest usable scale            2**9
     scale that fits                 2**7, which is `MARGIN` bits less
 
-With this margin, a scale is better than one as large as possible: the margin costs only
-gradients that are within a few bits of underflow, but without it, the first step with
-somewhat larger gradients is skipped.
+The margin costs only gradients that are within a few bits of underflow. Without it, the
+first step with somewhat larger gradients would be skipped.
 """
 
 import math
@@ -40,30 +39,26 @@ A heuristic: with 2 bits, gradients may become 4 times as large without an overf
 """
 
 COMPARABLE = 2.0**-100
-"""Only larger numbers are compared, because smaller ones may lack digits in float32.
+"""Only larger magnitudes are compared, as smaller numbers may lack digits in float32.
 
 The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**-100 is
 2**-123, which is still a normal number.
 """
 
+# The share of gradients above which underflow is worth mentioning, a heuristic.
 _NOTABLE = 0.01
-"""The share of gradients above which underflow is worth mentioning, a heuristic."""
 
+# An equation that enlarges values by this factor or more is to blame for their
+# magnitude. The factor is a heuristic.
 _ENLARGED = 2.0**10
-"""An equation that enlarges numbers by this factor or more is to blame for their size.
 
-The value is a heuristic.
-"""
-
+# The smallest positive number of float32, which replaces 0 in a divisor.
 _SMALLEST = 2.0**-149
-"""The smallest positive number of float32, which replaces 0 in a divisor."""
 
+# The smallest positive float16, 2**-24, relative to the largest, which is about 2**16.
+# No scale keeps both the largest gradients and those that are more than 2**40 times
+# smaller.
 _REACH = 2.0**-40
-"""The smallest positive float16, 2**-24, relative to the largest, which is about 2**16.
-
-No scale keeps both the largest gradients and those that are more than 2**40 times
-smaller.
-"""
 
 
 class InitialScale(NamedTuple):
@@ -93,17 +88,18 @@ class InitialScale(NamedTuple):
 
 
 class Underflow(NamedTuple):
-    """How many gradients of one group of parameters underflow.
+    """How many gradient elements of a group of parameters underflow.
 
-    Numbers count if, in float32, they are above 2**-40 of the largest number in the
-    same gradient: no loss scale can keep smaller ones. A number that is 0 because its
-    terms cancelled does not count as lost.
+    The shares are those of the elements that some loss scale can keep: those that are,
+    in float32, larger than 2**-40 times the largest element of the same gradient. An
+    element that is 0 because its terms cancelled does not count as lost.
 
     Attributes:
-      lost: the share of these numbers that is zero or subnormal at a loss scale of 1.
-      left: the same share at the scale that fits: what is still lost there.
-      bits: 2**bits is the smallest power of two, as a loss scale, at which at most 1%
-        of these numbers are below the normal numbers of float16.
+      lost: the share that is zero or subnormal at a loss scale of 1.
+      left: the share that is still zero or subnormal at the scale that fits.
+      bits: 2**bits is the smallest loss scale, among the powers of two from 1 to
+        2**126, at which at most 1% of these elements are below the normal numbers of
+        float16.
     """
 
     lost: float
@@ -121,9 +117,9 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
       scale: the loss scale of that run.
 
     Returns:
-      The exponent of that scale, among powers of two, and the note of the equation that
-      made the numbers large. If nothing overflows up to a scale of 2**HIGHEST, the two
-      are HIGHEST + 1 and None.
+      The exponent of that scale, which is a power of two, and the note of the equation
+      that made the values large. If nothing overflows up to a scale of 2**HIGHEST, the
+      two are HIGHEST + 1 and None.
     """
     first = None
     lowest = math.inf
@@ -141,14 +137,14 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
 
 
 def _where_enlarged(note: Note) -> Note:
-    """Finds the equation that enlarged the numbers of the backward pass most.
+    """Finds the equation that enlarged the values of the backward pass most.
 
     The search goes back from `note` along the largest operands. If no equation enlarged
     them by `_ENLARGED` or more, the result is `note` itself.
     """
     path = path_from(note, _largest_operand)
-    sizes = [max(step.largest, _SMALLEST) for step in path]
-    return jump(path, sizes, _ENLARGED) or note
+    magnitudes = [max(step.largest, _SMALLEST) for step in path]
+    return jump(path, magnitudes, _ENLARGED) or note
 
 
 def _largest_operand(note: Note) -> Note | None:
@@ -160,7 +156,8 @@ def _largest_operand(note: Note) -> Note | None:
 def out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
     """Measures how far a result in float32 is from growing in proportion to the scale.
 
-    It is 0 if the result does not depend on the scale, or is too small to be compared.
+    The measure is 0 if the result does not depend on the scale, or is too small to be
+    compared.
 
     Args:
       at_1: the note of the result in the run at a loss scale of 1, if there is one.
@@ -189,10 +186,10 @@ def underflow_by_group(
       The underflow of each group that loses more than 1% at either scale, by its name:
       first the group of all parameters, then the others, those that lose most first.
     """
-    groups: dict[str, list[_GradientSizes]] = defaultdict(list)
+    groups: dict[str, list[_GradientMagnitudes]] = defaultdict(list)
     for name, value in at_1.items():
         if name in right:
-            gradient = _gradient_sizes(value, fitting[name])
+            gradient = _gradient_magnitudes(value, fitting[name])
             groups[ALL].append(gradient)
             groups[without_numbers(name)].append(gradient)
     notable = []
@@ -204,74 +201,75 @@ def underflow_by_group(
     return dict(notable)
 
 
-class _GradientSizes(NamedTuple):
-    """The numbers of a gradient that some loss scale can keep.
+class _GradientMagnitudes(NamedTuple):
+    """The elements of a gradient that some loss scale can keep.
 
     Attributes:
-      sizes: their absolute values, of shape (numbers,) and in float32.
+      magnitudes: their absolute values, of shape (elements,) and in float32.
       n_lost: how many of them underflow at a loss scale of 1.
       n_left: how many of them still underflow at the scale that fits.
     """
 
-    sizes: np.ndarray
+    magnitudes: np.ndarray
     n_lost: int
     n_left: int
 
 
-def _gradient_sizes(at_1: Value, fitting: Value) -> _GradientSizes:
+def _gradient_magnitudes(at_1: Value, fitting: Value) -> _GradientMagnitudes:
     """Compares a gradient in the run at 1 with itself at the scale that fits."""
-    sizes = _flat_sizes(at_1.pair.reference)
-    can_be_kept = sizes > sizes.max(initial=0) * _REACH
+    magnitudes = _flat_magnitudes(at_1.pair.reference)
+    can_be_kept = magnitudes > magnitudes.max(initial=0) * _REACH
     has_vanished = _is_zero_or_subnormal(fitting)
-    # A number that is 0 at the scale that fits, although in float32 it is large enough
-    # for a normal float16, did not underflow. Its terms have cancelled.
-    is_normal = _flat_sizes(fitting.pair.reference) >= least_normal(np.float16)
+    # An element that is 0 at the scale that fits, although in float32 it is large
+    # enough for a normal float16, did not underflow. Its terms have cancelled.
+    is_normal = _flat_magnitudes(fitting.pair.reference) >= least_normal(np.float16)
     has_cancelled = has_vanished & is_normal
     are_lost = _is_zero_or_subnormal(at_1) & ~has_cancelled
     are_left = has_vanished & ~is_normal
-    return _GradientSizes(
-        sizes[can_be_kept],
+    return _GradientMagnitudes(
+        magnitudes[can_be_kept],
         n_lost=int((are_lost & can_be_kept).sum()),
         n_left=int((are_left & can_be_kept).sum()),
     )
 
 
-def _joint_underflow(gradients: Sequence[_GradientSizes]) -> Underflow:
+def _joint_underflow(gradients: Sequence[_GradientMagnitudes]) -> Underflow:
     """Measures the underflow of several gradients together."""
-    sizes = np.concatenate([gradient.sizes for gradient in gradients])
-    if not sizes.size:
+    magnitudes = np.concatenate([gradient.magnitudes for gradient in gradients])
+    count = magnitudes.size
+    if not count:
         return Underflow(0.0, 0.0, 0)
     return Underflow(
-        lost=sum(gradient.n_lost for gradient in gradients) / sizes.size,
-        left=sum(gradient.n_left for gradient in gradients) / sizes.size,
-        bits=_needed_bits(sizes),
+        lost=sum(gradient.n_lost for gradient in gradients) / count,
+        left=sum(gradient.n_left for gradient in gradients) / count,
+        bits=_needed_bits(magnitudes),
     )
 
 
-def _flat_sizes(x: ArrayLike) -> np.ndarray:
+def _flat_magnitudes(x: ArrayLike) -> np.ndarray:
     """Returns the absolute values of an array, flattened, in float32."""
-    sizes = np.abs(np.asarray(x))
-    return sizes.astype(np.float32).ravel()
+    magnitudes = np.abs(np.asarray(x))
+    return magnitudes.astype(np.float32).ravel()
 
 
 def _is_zero_or_subnormal(value: Value) -> np.ndarray:
-    """Marks the numbers of a gradient that are zero, or subnormal if it is in float16.
+    """Marks the elements of a gradient that are zero, or in float16, subnormal.
 
     The dtype is read from the note, which says float16 if the gradient was computed in
     float16 and then widened, as for a float32 parameter that the model casts.
     """
-    sizes = _flat_sizes(value.pair.actual)
+    magnitudes = _flat_magnitudes(value.pair.actual)
     if value.note is not None and value.note.dtype == np.float16:
-        return sizes < least_normal(np.float16)
-    return sizes == 0
+        return magnitudes < least_normal(np.float16)
+    return magnitudes == 0
 
 
-def _needed_bits(sizes: np.ndarray) -> int:
-    """Returns the `Underflow.bits` of numbers with these absolute values."""
+def _needed_bits(magnitudes: np.ndarray) -> int:
+    """Returns the `Underflow.bits` of elements with these magnitudes."""
     normal = np.float32(least_normal(np.float16))
-    # A size is `normal` times 2**exponent, times a number from 0.5 to 1. So it is
-    # normal if the exponent is 1 or more, and a scale of 2**(1 - exponent) makes it
-    # normal.
-    _, exponents = np.frexp(sizes / normal)
+    # A magnitude is `normal` times 2**exponent, times a factor from 0.5 to 1. So it is
+    # in the normal range if the exponent is 1 or more. Otherwise, a scale of
+    # 2**(1 - exponent) brings it there.
+    _, exponents = np.frexp(magnitudes / normal)
     bits = np.quantile(1 - exponents, 1 - _NOTABLE, method="inverted_cdf")
     return int(np.clip(bits, 0, HIGHEST))

@@ -1,8 +1,8 @@
-"""The table of a run: a row for each computed result, with its error and magnitudes.
+"""The table of a run: a row for each computed result, with its error and magnitude.
 
 A *note* records one result of one equation. An equation in a loop has a note for each
-iteration, but only one row in the table: the note of the iteration in which its result
-is off the most.
+iteration, but each of its results has only one row in the table: the note of the
+iteration in which the result is off the most.
 """
 
 import dataclasses
@@ -19,19 +19,20 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 class Table(NamedTuple):
     """A row for each computed result of the gradient, in the program's order.
 
-    Use it to see where an error begins: look for the first row in which `off` is much
-    larger than `before`. Print it to see the table, whose columns are
+    Print it to see where an error begins: look for the first row in which `off` is much
+    larger than `before`. The columns are
 
     - `line`, `layer`, `operation` and `dtype`: what computed the result, and where.
       `layer` includes the number of the iteration, for each loop around the line.
     - `before`: how far the worst operand is off.
     - `off`: how far the result is off.
-    - `lost`: the share of the result that became 0.
-    - `largest`: the largest number of the result.
+    - `lost`: the share of its elements that became 0, of those not 0 in float32.
+    - `largest`: the largest finite magnitude in the result or in its float32 version.
 
     Attributes:
-      rows: the note of each result. For a result in a loop, it is the note of the
-        iteration in which it is off the most, but `largest` covers all iterations.
+      rows: the note of each result, with the numbers that are printed and more. A
+        result in a loop has the note of the iteration in which it is off the most, but
+        its `largest` covers all iterations.
     """
 
     rows: tuple[Note, ...]

@@ -1,4 +1,4 @@
-"""Text layout for reports: wrapped paragraphs, shortened lists, tables, percentages.
+"""The layout of reports: wrapped paragraphs, shortened lists, tables, percentages.
 
 For example, `abridged(["a", "b", "c", "d"])` returns `a, b, c and 1 more`.
 """
@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_SHOWN_NAMES = 3  # how many names of a list are shown
+# How many names of a list are shown.
+_SHOWN_NAMES = 3
 
 
 def wrapped(paragraph: str) -> str:
@@ -41,7 +42,10 @@ def listed(names: Sequence[Any]) -> str:
 
 
 def lines_of(operations: Iterable[Any]) -> str:
-    """Lists the distinct `source` lines of operations or notes, abridged if many."""
+    """Lists the distinct `source` lines of operations or notes.
+
+    If there are many, only the first are listed, and the others counted.
+    """
     sources = list(dict.fromkeys(operation.source for operation in operations))
     return abridged(sources) if len(sources) > _SHOWN_NAMES else listed(sources)
 

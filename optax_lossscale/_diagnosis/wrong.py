@@ -6,11 +6,12 @@ The loss or a gradient is *wrong* if one of these is true:
 - It is not finite even in float32.
 - It is a gradient that does not grow in proportion to the loss scale.
 
-Two kinds of results are not judged, because 16 bits are not to blame for them:
+Two kinds of results are not judged, because 16 bits are not to blame for their errors:
 
-- Results that float32 does not determine, because it differs from float64 as well, such
-  as the gradient of a bias before a normalization, which is nothing but rounding error.
-- Differences of two equal things, which are 0 in float32 and only rounding in 16 bits.
+- Results that float32 does not determine, because it differs from float64 as well. For
+  example, the gradient of a bias before a normalization is nothing but rounding error.
+- Differences of two equal values, which are 0 in float32 and only rounding error in 16
+  bits.
 
 If the loss and all gradients are right, `wrong_intermediate_value` looks for the first
 intermediate value that is wrong. Why a result is wrong is found in `cause.py`.
@@ -47,34 +48,30 @@ from optax_lossscale._diagnosis.scale import COMPARABLE, out_of_proportion
 from optax_lossscale._diagnosis.value import notes_of
 from optax_lossscale._programs.values import is_narrow_dtype
 
+# Why the difference of two equal values, which is 0 in float32, is off in 16 bits.
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
-"""Why the difference of two equal things, which is 0 in float32, is off in 16 bits."""
 
+# How many times smaller the error of float32 must be than that of 16 bits, so that
+# float32 determines a result although it is itself off by more than 5%. A heuristic: if
+# it were larger, fewer such results would be judged. If it were smaller, 16 bits would
+# be blamed for more of the errors that float32 makes as well.
 _FAR_LESS = 3
-"""How many times smaller the error of float32 has to be than that of 16 bits.
 
-If it is, float32 determines a result although float32 is itself off by more than 5%. A
-heuristic: if it were larger, fewer such results would be judged. If it were smaller, 16
-bits would be blamed for more of the errors that float32 makes as well.
-"""
-
+# How many equations to search for a lost constant, from an infinity back. A heuristic:
+# if it were smaller, the constant to blame would be missed more often. If it were
+# larger, constants that are not to blame would be named more often.
 _NEAR = 4
-"""How many equations to search for a lost constant, from an infinity back.
 
-A heuristic: if it were smaller, the constant to blame would be missed more often. If it
-were larger, constants that are not to blame would be named more often.
-"""
-
+# A result that is off by more than this has no right digit, not even in binary.
 _NO_RIGHT_DIGIT = 0.5
-"""A number that is off by more than this has no right digit, not even in binary."""
 
+# What reports print in place of some values of `How`.
 _IN_FULL = {
     How.ROUNDS: "rounds too coarsely",
     How.AMPLIFIES: "amplifies rounding errors",
     How.IS_A_KERNEL: "is a kernel that diagnose cannot look into",
     How.IS_NOT_LINEAR: "is not linear in the loss scale",
 }
-"""What reports print in place of some values of `How`."""
 
 
 class Wrong(NamedTuple):
@@ -82,22 +79,27 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "an intermediate value".
-      off: how far the loss or gradient is from float32's, relative to float32's: 1 if
-        only float32's is 0, and infinite if either is not finite. There are two
-        exceptions. If `how` is "is not linear", it is the relative change of the
-        gradient that the loss scale causes. For "an intermediate value", it is the
-        share of its numbers that are off by more than 5%, or infinite for a value in
-        `aux` that is not finite.
-      how: what the equation at fault does to the numbers: "overflows", "vanishes",
-        "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
-        "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
-        at fault.
+      off: how wrong the result is. What it measures depends on the result:
+
+        - For "an intermediate value", the share of its elements that are off by more
+          than 5%, or infinity for a value in `aux` that is finite in float32 only.
+        - For a gradient whose `how` is "is not linear", how much the loss scale changes
+          it, relative to a gradient that is proportional to the loss scale.
+        - Otherwise, the relative error of the loss or gradient against float32. It is 1
+          if only float32's is 0, and infinite if either is not finite.
+      how: what the equation at fault does: "overflows", "vanishes", "cancels",
+        "stagnates", "saturates", "rounds", "amplifies", "is undefined", "is a kernel",
+        "is not linear" in the loss scale, or "adds up" if no equation is at fault.
       place: the result of the equation at fault, or the wrong result itself if no
         equation is at fault. `place.source` is its line.
-      rounded: the values in 16 bits to whose rounding that equation is sensitive: the
-        results of the nearest products, and the values between them and the equation.
-        If the result is not finite in float32 either, they are instead the values
-        computed from a constant that rounding made 0 or infinite.
+      rounded: results that explain the fault. Which ones they are depends on the fault:
+
+        - If `is_in_float32`, the nearest results computed from a constant that is 0 or
+          infinite in 16 bits, maybe because it was rounded.
+        - Otherwise, if `how` is "cancels", "rounds", "amplifies" or "is undefined", the
+          16-bit results to whose rounding the equation at fault is sensitive: the
+          nearest products before it, and what is computed between these and it.
+        - Otherwise, none.
       is_inner: whether the equation at fault belongs to a derivative that the loss
         function itself takes.
       is_in_float32: whether the result is not finite in float32 either.
@@ -125,9 +127,9 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """Compares the loss and gradients with float32's.
 
     Returns:
-      How far each is off, by name, and a list of those that are wrong: the loss first,
-      then the gradients, the worst first. How far a result is off is left out if the
-      result is not judged, or not finite in float32, or a constant gradient.
+      The error of each result, by name, and a list of those that are wrong: the loss
+      first, then the gradients, the worst first. Errors are left out of results that
+      are not judged or not finite in float32, and of constant gradients.
     """
     run = runs.fitting
     off = {}
@@ -155,18 +157,17 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
 def wrong_intermediate_value(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """Finds the first intermediate value that is wrong, as a list of one or none.
 
-    A value is wrong if more than a fifth of its numbers are off by more than 5%, and if
-    the same is true of a later value that reads it, so that the error is not mended at
-    once. But it is not wrong if
+    A value in the `aux` of the loss function is wrong if it is not finite where
+    float32's is. If `aux` holds no such value, a value is wrong if more than a fifth of
+    its elements are off by more than 5%, and if the same is true of a later value that
+    reads it, so that the error does not vanish at once. Each value in `aux` counts as a
+    later value that is off. But a value is not wrong if
 
     - float32 does not determine it,
     - the program computes in float16, and the later values are below the normal numbers
       of float16,
     - no result depends on it, such as where only the condition of a loop reads it, or
-    - it is the difference of numbers that are equal except for rounding to 16 bits.
-
-    Each value in the `aux` of the loss function counts as a later value that is off. It
-    is itself wrong if it is not finite where float32's is.
+    - it is the difference of values that are equal except for rounding to 16 bits.
 
     Args:
       runs: the runs of the gradient.
@@ -216,8 +217,8 @@ def _wrong_result(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     """Finds why a result is not finite in float32 with the program's choices.
 
-    With its own choices, float32 may be finite. Then the first number that 16 bits
-    cannot hold is at fault. For example, where the largest logit overflows float16,
+    With its own choices, float32 may be finite. Then the first value that is finite in
+    float32 only is at fault. For example, where the largest logit overflows float16,
     `logsumexp` chooses not to subtract it, and float32 follows that choice.
     """
     if _is_finite_by_own_choices(runs, name):
@@ -262,10 +263,11 @@ def _note_in_float32(runs: Runs, name: str) -> Note | None:
 def _float32_determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value well enough to judge 16 bits by it.
 
-    Float32 determines a value if it differs from float64 by at most 5%, or by far less
-    than 16 bits differ from float32, unless not even one digit of it is right in
-    float32. This returns True for a value that is not finite in 16 bits although
-    float32's is, and for every value if there was no run in float32.
+    Float32 determines a value if float32 and float64 differ by at most 5%, or if they
+    differ by far less than 16 bits and float32 do. In the second case, at least one
+    digit of the value must be right in float32. This returns True for a value that is
+    not finite in 16 bits although float32's is, and for every value if there was no run
+    in float32.
 
     Args:
       in_float32: the note of the value in float32 beside float64, if there is one.
@@ -284,7 +286,7 @@ def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | 
 
     A loss whose terms cancel may be off only because it is about 0. If all gradients
     are right, its distance from float32's is therefore compared with how much it
-    changes with the parameters, instead of with its size.
+    changes with the parameters, instead of with its magnitude.
     """
     if note.error <= TOLERANCE:
         return _deviation_and_cause(runs, name, note)
@@ -302,9 +304,9 @@ def _deviation_and_cause(
 ) -> tuple[float, Cause | None]:
     """Returns how far a result is off that agrees with float32's, and why.
 
-    If it is not in proportion to the loss scale, the two are the deviation and the
-    first equation in the program whose result is not in proportion either. Otherwise,
-    the cause is None.
+    If it is in proportion to the loss scale, the cause is None. Otherwise, the error is
+    the deviation from that proportion, and the cause is the first equation in the
+    program whose result is not in proportion either.
     """
     scale = runs.fitting.scale
     deviation = out_of_proportion(runs.at_1.results[name].note, note, scale)
@@ -339,9 +341,10 @@ def _change_of_loss(runs: Runs) -> float:
     """Measures how much the loss changes with the parameters, for a loss near 0.
 
     For example, the loss of a policy is 0 in its first step, because advantages add up
-    to 0. Relative to 0, any rounding error is infinite. But it does not matter if a
-    change of the parameters changes the loss by far more. The measure is the sum, over
-    the parameters, of the absolute inner product of a parameter and its gradient.
+    to 0. Relative to 0, any rounding error is infinite. But such an error does not
+    matter if a change of the parameters changes the loss by far more. The measure is
+    the sum, over the parameters, of the absolute inner product of a parameter and its
+    gradient.
     """
     run = runs.fitting
     change = 0.0
@@ -356,9 +359,9 @@ def _change_of_loss(runs: Runs) -> float:
 
 
 def _widely_off(runs: Runs) -> list[Note]:
-    """Finds forward values that are off in more than a fifth of their numbers.
+    """Finds forward values of which more than a fifth of the elements are off.
 
-    Left out are values that no result depends on, or that float32 does not determine.
+    Values that no result depends on, or that float32 does not determine, are left out.
     """
     run = runs.fitting
     used = set(back_from(notes_of([*run.results.values(), *run.aux])))
@@ -376,9 +379,9 @@ def _widely_off(runs: Runs) -> list[Note]:
 def _is_difference_of_equals(note: Note, eps: float) -> bool:
     """Whether a sum is smaller than the rounding of its terms to 16 bits.
 
-    For example, the log-probabilities of a policy in training and at the time that its
-    data was collected are equal except for rounding, which is all that their difference
-    consists of.
+    For example, the log-probabilities of a policy in training are equal, except for
+    rounding, to those at the time when its data was collected. Their difference is
+    nothing but rounding error.
 
     Args:
       note: the note of the sum.

@@ -71,7 +71,7 @@ def test_an_intermediate_value_is_wrong_whatever_loop_reads_it(loss_fn):
     found = ols.diagnose(loss_fn, jnp.ones(8), POSITIONS)
     assert "wrong intermediate values" in found.verdict
     share = f"{found.wrong[0].off:.1%}"
-    assert f"an intermediate value  {share} of its numbers are off  " in str(found)
+    assert f"an intermediate value  {share} of its elements are off  " in str(found)
 
 
 def by_callback(x):
