@@ -103,10 +103,8 @@ def _check_gradients(
         norm, finite = norm_and_all_finite(grads)
         norm = reduce_replicas(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
-    update = type(state.loss_scale).update
-    checks_itself = getattr(update, "checks_gradients", False)
-    must_be_finite = skip is not None and not checks_itself
-    if must_be_finite or _inherits_update(state.loss_scale):
+    checked_by = state.loss_scale._gradients_checked_by
+    if checked_by == "step" or (checked_by == "unknown" and skip is not None):
         return None, on_all_replicas(all_finite(grads), axis_name)
     return None, True
 
@@ -116,22 +114,17 @@ def _adapt(
 ) -> tuple[LossScale, Flag]:
     """Returns the next loss scale, and whether the current one allows the step.
 
-    If a loss scale inherits `update`, its `adjust` is called directly, with
+    If a loss scale inherits `LossScale.update`, its `adjust` is called directly, with
     `grads_finite`, because `update` would check the gradients again, only to pass the
     answer to `adjust`.
     """
-    if _inherits_update(loss_scale):
+    if loss_scale._gradients_checked_by == "step":
         new = loss_scale.adjust(grads_finite)
         check_successor(new, loss_scale, "adjust")
         return new, True
     new, allows = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "update")
     return new, allows if allows is True else as_flag(allows, loss_scale, "update")
-
-
-def _inherits_update(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `LossScale.update`, which checks, then adjusts."""
-    return type(loss_scale).update is LossScale.update
 
 
 def _run_rule(
