@@ -34,6 +34,18 @@ from optax_lossscale._step.missing_gradients import (
     fill_missing,
 )
 
+FILTER_MODEL = "In Equinox, call tx.init(eqx.filter(model, eqx.is_inexact_array))"
+"""What to do if `init` receives leaves that are not arrays."""
+
+SPLIT_MODEL = (
+    "In Equinox, use eqx.filter_value_and_grad on a function that returns "
+    "scale_gradient(loss, state). Or take the arrays out of the model, and "
+    "differentiate a function of them:\n"
+    "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+    "    loss_fn = lambda params: loss(eqx.combine(params, static))"
+)
+"""What to do if such leaves are differentiated, or are among the gradients."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +129,13 @@ def prepare(
     return StepInputs(grads, params, value, kept, missing)
 
 
-def check_arrays(name: str, tree: Any) -> None:
+def check_arrays(name: str, tree: Any, remedy: str = SPLIT_MODEL) -> None:
     """Raises a `TypeError` if a leaf is neither an array nor a number."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array_leaf(x):
             raise TypeError(
-                f"{name} must be a tree of arrays, got {shown(x)} at "
-                f"{path_name(path)}, which is not an array. In Equinox, use "
-                "eqx.filter_value_and_grad on a function that returns "
-                "scale_gradient(loss, state). Or take the arrays out of the model, and "
-                "differentiate a function of them:\n"
-                "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
-                "    loss_fn = lambda params: loss(eqx.combine(params, static))"
+                f"{name} must be a tree of arrays, but the leaf at {path_name(path)} "
+                f"is {shown(x)}. {remedy}"
             )
 
 

@@ -76,7 +76,7 @@ class ScaledStep:
         The inner state has float32 or wider numbers even for 16-bit parameters, because
         small numbers such as Adam's second moments would underflow in float16.
         """
-        inputs.check_arrays("params", params)
+        inputs.check_arrays("params", params, inputs.FILTER_MODEL)
         return LossScaleState(
             # The arrays are copied, because the state may be donated, and `init` called
             # again.
