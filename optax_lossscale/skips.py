@@ -229,7 +229,9 @@ def axlearn(
             grad_norm_ema_decay,
             "a number such as 0.99 if drop_norm follows the norms",
         )
-    return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
+    return MovingAverageSkipRule(
+        **drop_norm._asdict(), grad_norm_ema_decay=grad_norm_ema_decay
+    )
 
 
 def drop_norm_by_grad_norm_ema(

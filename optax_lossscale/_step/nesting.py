@@ -49,13 +49,13 @@ _BELONG_INSIDE = {
     ),
 }
 
-# The names of the state classes of wrappers that replace the updates of the
-# transformation inside them.
+# The wrappers that replace the updates of the transformation inside them, by the name of
+# their state class.
 _REPLACE_UPDATES = {
-    "LookaheadState",
-    "MechanicState",
-    "SAMState",
-    "ScheduleFreeState",
+    "LookaheadState": "lookahead",
+    "MechanicState": "contrib.mechanize",
+    "SAMState": "contrib.sam",
+    "ScheduleFreeState": "contrib.schedule_free",
 }
 
 
@@ -98,10 +98,9 @@ def check_master_weights_are_last(state: Any) -> None:
         raise _not_last(
             "is followed by other transformations in optax.chain, which change"
         )
-    if name_in_optax(state) in _REPLACE_UPDATES:
-        raise _not_last(
-            f"is inside the transformation with a {type(state).__name__}, which changes"
-        )
+    name = name_in_optax(state)
+    if name in _REPLACE_UPDATES:
+        raise _not_last(f"is inside optax.{_REPLACE_UPDATES[name]}, which changes")
     for child in children:
         check_master_weights_are_last(child)
 

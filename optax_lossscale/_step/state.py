@@ -114,8 +114,8 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
     """
     if jax.tree.structure(in_state) != jax.tree.structure(configured):
         raise ValueError(
-            f"the state's {name.replace('_', ' ')} has another configuration than this "
-            f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
+            f"the {name.replace('_', ' ')} in the state is configured differently from "
+            f"this transformation's:\n  state:          {_shown_config(in_state)}\n  "
             f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
             "what tx.init(params) returns. To continue with the transformation's "
             "configuration, keep the rest of the state: "
