@@ -40,9 +40,9 @@ _UNKNOWN = 1e3
 
 _positive = partial(
     validation.number_between,
-    least=validation.ABOVE_ZERO,
+    least=validation.SMALLEST_NORMAL,
     most=1e6,
-    allowed="above 0 and at most 1e6",
+    allowed="a number in (0, 1e6], normal in float32",
 )
 
 

@@ -83,9 +83,9 @@ class MovingAverageSkipRule(SkipRule):
     min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
         validation.number_between,
-        least=validation.ABOVE_ZERO,
+        least=validation.SMALLEST_NORMAL,
         most=validation.BELOW_ONE,
-        allowed="in (0, 1) as a float32, such as 0.99",
+        allowed="in (0, 1) and normal as a float32, such as 0.99",
     )
     count: jax.Array = state_field(0)
     mean: jax.Array = state_field(1.0)
