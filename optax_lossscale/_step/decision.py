@@ -41,8 +41,8 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
-# A bool array of shape (), or Python's True if nothing was checked.
 Flag: TypeAlias = jax.Array | Literal[True]
+"""A bool array of shape (), or Python's True if nothing was checked."""
 
 
 def decide_step(
@@ -165,7 +165,7 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     """Raises if replicas that share a state could decide differently.
 
     Under `shard_map`, JAX tracks the axes along which a value varies. Replicas could
-    decide differently if `should_apply` varies along an axis, and the state does not.
+    decide differently if `should_apply` varies along an axis, but the state does not.
     With `check_vma=False`, JAX does not track the axes, and nothing is raised.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))

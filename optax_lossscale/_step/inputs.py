@@ -69,8 +69,8 @@ class StepInputs:
     def kept_grads(self) -> Any:
         """Returns the gradients that the mask keeps; without a mask, the whole tree.
 
-        With a mask, the result is a flat list with None for each excluded gradient, and
-        not a tree, because a custom pytree node may not accept None as a child.
+        With a mask, the result is a flat list with None for each excluded gradient,
+        rather than a tree, because a custom pytree node may not accept None as a child.
         """
         if self.kept is None:
             return self.grads
@@ -86,9 +86,9 @@ class StepInputs:
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
-        # Whether a number is replaced depends on that number alone, and not on the
-        # check of all numbers. So a norm that `inner` computes for a clip need not wait
-        # for the check, and XLA can compute norm and check in the same pass.
+        # Whether an element is replaced depends on that element alone, not on the check
+        # of all elements. So a norm that `inner` computes for a clip need not wait for
+        # the check, and XLA can compute norm and check in the same pass.
         grads_and_value = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, grads_and_value)
         return dataclasses.replace(self._with_kept_grads(grads), value=value)
@@ -109,7 +109,7 @@ class StepInputs:
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> StepInputs:
-    """Validates the inputs of a step, and replaces missing gradients by zeros."""
+    """Validates the inputs of a step, and replaces missing gradients with zeros."""
     if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
@@ -130,7 +130,10 @@ def prepare(
 
 
 def check_arrays(name: str, tree: Any, remedy: str = SPLIT_MODEL) -> None:
-    """Raises a `TypeError` if a leaf is neither an array nor a number."""
+    """Raises a `TypeError` if a leaf is neither an array nor a number.
+
+    The error ends with `remedy`.
+    """
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array_leaf(x):
             raise TypeError(
@@ -148,7 +151,7 @@ _unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:
-    """Replaces NaN and infinities in an array by zeros."""
+    """Replaces NaN and infinities in an array with zeros."""
     return jnp.where(jnp.isfinite(x), x, 0) if is_inexact_leaf(x) else x
 
 

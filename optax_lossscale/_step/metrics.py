@@ -2,8 +2,8 @@
 
 Some entries do not depend on the class of the loss scale, such as `loss_scale` and
 `skipped_steps`. The others are the public state of the loss scale and the skip rule,
-under the names of the fields. If two fields have the same name, the second gets a
-longer one, such as `skip_rule/name`.
+under the names of the fields. If two entries would have the same name, the second gets
+a longer one, such as `skip_rule/name`.
 """
 
 from typing import Any
@@ -32,9 +32,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         entries of the loss scale.
 
     Returns:
-      Scalars, shape (), by name. State fields of your own classes keep their shape. If
-      the state is a stack of several models' states, all entries also have the axes of
-      the stack.
+      A dict from names to scalars of shape (). State fields of your own classes keep
+      their shape. If the state is a stack of several models' states, all entries also
+      have the axes of the stack.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether, at the last step that the scale adapted to, gradients

@@ -1,7 +1,7 @@
 """Raises an error on the host if training cannot continue.
 
 A compiled step cannot raise an error, so if gradients overflow at every loss scale,
-every step is skipped, and training runs on without effect. But the state counts the
+every step is skipped, and training continues without effect. But the state counts the
 skipped steps, and between two steps, `raise_if_stuck` reads these counts.
 """
 
