@@ -146,9 +146,9 @@ def levanter(
 ) -> RollingSkipRule:
     """Returns the rule of Levanter's `SkipStepConfig`.
 
-    This is the rule of `olmo_core`, which needs the step's loss, with two changes: the
-    standard deviation is the biased one, and at least 1e-6, and one more step is
-    applied before any is skipped.
+    This is the rule of `olmo_core`, which needs the step's loss, with two changes. The
+    standard deviation is the biased one, and at least 1e-6. One more step is applied
+    before any is skipped.
 
     The original multiplies non-finite updates by 0, which leaves NaNs in the
     parameters. Here, non-finite steps are skipped.

@@ -97,9 +97,9 @@ class SkipRule(Stateful):
     ) -> tuple[Self, jax.Array]:
         """Decides whether to apply one step, assuming that it is finite.
 
-        In a compiled step, both arguments are traced, so select with `jnp.where` instead
-        of `if`. This method is also called for steps that are not finite, with a
-        norm or a loss of NaN or infinity.
+        In a compiled step, both arguments are traced, so select with `jnp.where`
+        instead of `if`. This method is also called for steps that are not finite, with
+        a norm or a loss of NaN or infinity.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().

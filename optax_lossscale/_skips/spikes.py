@@ -113,7 +113,7 @@ class SpikeSkipRule(SkipRule):
         is_accepted = is_spike & exceeds_max_debt
         should_apply = ~is_spike | is_accepted
 
-        # The positive numbers of applied steps enter the window.
+        # The positive norms and losses of applied steps enter the window.
         is_remembered = is_positive & should_apply
         with_logs = with_newest(self._last, logs)
         norm_limit, value_limit = jnp.exp2(limits)

@@ -12,8 +12,8 @@ Each line of a step has its file::
 `with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.
 `metrics.py`, `stuck.py` and `where_applied.py` read the state that a step returns.
 
-All other files help these. `get.py` finds the loss scale that an argument describes or a
-state holds. `loss.py` checks the loss, `grad_dtype.py` casts parameters, `mask.py`
+All other files help these. `get.py` finds the loss scale that an argument describes or
+a state holds. `loss.py` checks the loss, `grad_dtype.py` casts parameters, `mask.py`
 reads the argument `mask`, and `missing_gradients.py` puts zeros in place of missing
 gradients. `state.py` defines the state, and checks it together with `nesting.py`.
 `master_weights.py` and `master_weights_state.py` wrap an inner optimizer, so that it

@@ -57,8 +57,8 @@ def decide_step(
     state.
 
     The loss scale does not adapt if the loss is not finite, if finite gradients have a
-    norm of 2**64 or more, or if the rule skips the step, because another scale would
-    not have helped, and a skipped step should not count towards the growth of the
+    norm of 2**64 or more, or if the rule skips the step. In these cases, another scale
+    would not have helped, and a skipped step should not count towards the growth of the
     scale.
     """
     # No gradient flows through the decision.

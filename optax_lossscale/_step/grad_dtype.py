@@ -77,7 +77,7 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether `x` is None, which is a leaf in a tree of dtypes, not an empty subtree."""
+    """Whether `x` is None, in a tree of dtypes a leaf rather than an empty subtree."""
     return x is None
 
 

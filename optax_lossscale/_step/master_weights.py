@@ -49,6 +49,9 @@ def with_master_weights(
         new_params, remainders = split(weights + inner's updates)
         updates = new_params - params
 
+    `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
+    difference.
+
     A bfloat16 parameter has a remainder of 16 bits, which takes half the memory of a
     float32 copy. Each step recovers the master weights bit for bit, except for those
     that round to zero or to infinity. Ties are rounded away from zero, because 16 bits
@@ -56,8 +59,7 @@ def with_master_weights(
     from what `astype` would give.
 
     For float16 parameters, whose range is smaller, the remainder is the master weight
-    itself, a float32 copy. `optax.apply_updates(params, updates)` is exact wherever
-    float32 can represent the difference.
+    itself, a float32 copy.
 
     A program may change its parameters between steps. A changed float16 parameter
     replaces the float32 copy. A changed bfloat16 parameter still gets the old

@@ -54,8 +54,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many steps, in a row or not, before applied steps make up for them (see
-        `skip_debt` of `skips.SkipRule`).
+        skip this many steps, in a row or not, before applied steps make up for them
+        (see `skip_debt` of `skips.SkipRule`).
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`.

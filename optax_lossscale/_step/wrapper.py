@@ -100,8 +100,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState`, or its `should_apply` is not a
-            bool.
+          TypeError: if `state` is not a `LossScaleState`, or if its `should_apply` is not
+            a bool.
           TypeError: if a gradient is not an array.
           TypeError: if `value` is not a real number of shape ().
           TypeError: if the `update` of this optimizer was replaced.
@@ -259,11 +259,11 @@ def with_loss_scale(
     *How a step is skipped.* With `branch="cond"`, a `lax.cond` runs `inner` only if the
     step is applied. With `"select"`, `inner` runs at every step, and its results or the
     old values are selected. At a skipped step, `inner` then receives zeros in place of
-    NaN and infinities, except in gradients that `mask` excludes, and unless
-    `skip=None`. Use `"cond"` if `inner` should not run at a skipped step, because it
-    has side effects, such as a callback, or is expensive, such as an `eigh`. The
-    default is `"cond"` on CPU, and `"select"` on GPU and TPU, where compiled programs
-    show copies after a conditional.
+    NaN and infinities, except in gradients that `mask` excludes. (With `skip=None`, it
+    receives them as they are.) Use `"cond"` if `inner` should not run at a skipped
+    step, because it has side effects, such as a callback, or is expensive, such as an
+    `eigh`. The default is `"cond"` on CPU, and `"select"` on GPU and TPU, where
+    compiled programs show copies after a conditional.
 
     *Replicas.* If replicas decided independently, their parameters would diverge, and a
     collective inside `inner` would deadlock under `branch="cond"`. So along
@@ -282,7 +282,7 @@ def with_loss_scale(
       inner: any Optax transformation. To accumulate gradients, pass
         `optax.MultiSteps(inner, k)`.
       loss_scale: anything that `get` accepts. Pass `None` for no loss scale, for
-        bfloat16 and float32: the wrapper then only skips steps.
+        bfloat16 and float32: the wrapper then only skips steps, as `skip` says.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
         decide together. Under `jit` alone, leave it out.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or

@@ -192,7 +192,9 @@ def test_inside_the_wrapper_it_is_taken(around):
 def test_two_that_are_wrapped_in_a_chain_are_refused_by_their_state():
     state = optax.chain(wrapped(ADAM), wrapped(optax.sgd(1.0))).init(PARAMS)
     for take in (lambda state: ols.value_and_scaled_grad(loss_fn, state), ols.metrics):
-        with pytest.raises(ValueError, match=r"found 2 .*wrapped as a whole, once"):
+        with pytest.raises(
+            ValueError, match=r"found 2 .*Wrap an optimizer once, as a whole"
+        ):
             take(state)
 
 
