@@ -49,8 +49,8 @@ _BELONG_INSIDE = {
     ),
 }
 
-# The wrappers that replace the updates of the transformation inside them. The key is the
-# name of a wrapper's state class.
+# The wrappers that replace the updates of the transformation inside them. The key is
+# the name of a wrapper's state class.
 _REPLACE_UPDATES = {
     "LookaheadState": "lookahead",
     "MechanicState": "contrib.mechanize",

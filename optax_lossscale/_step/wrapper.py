@@ -100,8 +100,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState`, or if its `should_apply` is not
-            a bool.
+          TypeError: if `state` is not a `LossScaleState`, or if its `should_apply` is
+            not a bool.
           TypeError: if a gradient is not an array.
           TypeError: if `value` is not a real number of shape ().
           TypeError: if the `update` of this optimizer was replaced.
