@@ -6,10 +6,10 @@ Pass a rule to `with_loss_scale`. `spikes` is the recommended one::
     with_loss_scale(optax.adamw(1e-3), None, skip=skips.spikes())    # bfloat16, float32
 
 The other functions return the rules of other systems. They are named after these
-systems, and have the original argument names. The rules decide about finite steps as
-the originals do, unless a docstring says otherwise. Steps that are not finite are
-skipped whatever the rule. In most originals, the norm and the loss of such a step enter
-the statistics, but here they do not.
+systems, and have the original argument names. The rules judge finite steps as the
+originals do, unless a docstring says otherwise. Steps that are not finite are skipped
+whatever the rule. In most originals, the norm and the loss of such a step enter the
+statistics, but here they do not.
 
 To write a rule of your own, subclass `SkipRule`. An invalid argument raises a
 `ValueError`.
@@ -60,43 +60,22 @@ def spikes(
     the standard deviation from the distance between the median and the upper quartile,
     which a spike hardly moves. Norms that at least 3 of these steps reached, or 1 in 20
     of them if that is more, also count as usual. If the loss is passed to the step as
-    `value`, it is compared in the same way. The rule, in which the `skip_debt` of
-    `SkipRule` begins at 0::
-
-        for x, xs in [
-            (log2(norm), log2 of the last `window` norms applied that were not 0),
-            (log2(loss), log2 of the last `window` losses applied that were positive),
-        ]:
-            spread = 1.4826 * (upper_quartile(xs) - median(xs))
-            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
-            common = the max(3, len(xs) // 20)th largest of xs
-            limit = max(median(xs) + allowed, common + allowed / 2)
-            is_spike = len(xs) >= 8 and x > limit
-        if either is a spike and skip_debt + 20 <= 20 * max_skips:
-            skip
-            skip_debt += 20
-        else:
-            if either is a spike:
-                skip_debt = 20 * max_skips      # they are too common to be spikes
-            apply
-            if norm > 0:
-                skip_debt = max(skip_debt - 1, 0)
+    `value`, it is compared in the same way. Only ratios matter: multiplying all norms,
+    or all losses, by a constant changes nothing.
 
     In any sequence of steps, the rule skips at most `max_skips` finite steps, plus 1
     for every 20 that it applies. So if norms or losses rise for good, it skips about
     `max_skips` steps. It skips nothing while they rise by less than a factor of
-    `2**least` within a window. Only ratios matter: multiplying all norms, or all
-    losses, by a constant changes nothing.
+    `2**least` within a window, and nothing before 8 steps have been applied.
 
     Args:
       factor: how many spreads above the median are too many; above 0, at most 1e6.
       least: the least distance of a spike above the median, in bits, where 1 bit is a
-        factor of 2; above 0, at most 1e6. Raise it if the rule skips good batches.
+        factor of 2; above 0, at most 1e6. While fewer than 24 norms are known, the
+        least distance is larger. Raise it if the rule skips good batches.
       window: how many norms and losses the rule keeps, from 16 to 2**20.
       max_skips: how many steps the rule may skip before applied steps make up for
         them, from 0 to 2**20. Raise it if bad steps come in longer runs.
-
-    Source: this library.
 
     Example:
       >>> import optax_lossscale as ols
@@ -135,7 +114,7 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    # The original's window already contains the step that it decides about.
+    # The original's window already contains the step that it judges.
     least_history = _half(rolling_interval_length) - 1
     return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
@@ -167,9 +146,9 @@ def levanter(
 ) -> RollingSkipRule:
     """Returns the rule of Levanter's `SkipStepConfig`.
 
-    This is the rule of `olmo_core`, which needs the step's loss, with two changes: the
-    standard deviation is the biased one, and at least 1e-6, and one more step is
-    applied before any is skipped.
+    This is the rule of `olmo_core`, which needs the step's loss, with two changes. The
+    standard deviation is the biased one, and at least 1e-6. One more step is applied
+    before any is skipped.
 
     The original multiplies non-finite updates by 0, which leaves NaNs in the
     parameters. Here, non-finite steps are skipped.
@@ -229,7 +208,9 @@ def axlearn(
             grad_norm_ema_decay,
             "a number such as 0.99 if drop_norm follows the norms",
         )
-    return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
+    return MovingAverageSkipRule(
+        **drop_norm._asdict(), grad_norm_ema_decay=grad_norm_ema_decay
+    )
 
 
 def drop_norm_by_grad_norm_ema(

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import LossScale, checks_gradients
+from optax_lossscale._scales.loss_scale import LossScale
 
 _decay = partial(
     validation.number_between,
@@ -91,6 +91,7 @@ class LogMaxLossScale(LossScale):
       65536.0 True
     """
 
+    _gradients_checked_by = "update"
     initial_scale: float = 1.0  # `LossScale` has declared its check.
     min_scale: float = checked(validation.scale, default=1.0)
     max_scale: float = checked(validation.scale, default=2.0**24)
@@ -120,7 +121,6 @@ class LogMaxLossScale(LossScale):
         after_overflow = self._observe(self._x_of_overflow())
         return choose(grads_finite, self, after_overflow)
 
-    @checks_gradients
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:

@@ -29,7 +29,7 @@ well.
 
 import abc
 import functools
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,18 @@ class LossScale(Stateful):
     _state_checks: ClassVar = {"loss_scale": validation.scale}
     initial_scale: float = checked(validation.scale, default=2.0**15)
     loss_scale: jax.Array = state_field()
+    # Who checks that the gradients are finite. "step": the training step, which passes
+    # the answer to `adjust`, and does not call `update`. "update": `update` itself.
+    # "unknown": `update` is an override that may check anything, so the step checks the
+    # gradients, too, unless `skip=None`.
+    _gradients_checked_by: ClassVar[Literal["step", "update", "unknown"]] = "step"
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        # The attribute describes the `update` of the same class, so it is not inherited
+        # by a class that overrides `update`.
+        owner = next(c for c in cls.__mro__ if "update" in vars(c))
+        cls._gradients_checked_by = vars(owner).get("_gradients_checked_by", "unknown")
 
     def __post_init__(self):
         super().__post_init__()
@@ -217,16 +229,6 @@ class LossScale(Stateful):
         return lax.platform_dependent(
             *factors, cpu=_in_one_array, default=lambda *factors: factors
         )
-
-
-def checks_gradients(update: T) -> T:
-    """Marks an `update` method that checks all gradients, so that the step need not.
-
-    The mark is on the function, not on the class, so a subclass that overrides `update`
-    without the mark has its gradients checked by the step.
-    """
-    vars(update)["checks_gradients"] = True
-    return update
 
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:

@@ -28,7 +28,7 @@ class RollingSkipRule(SkipRule):
     skipped ones.
 
     Args:
-      length: the size of the window, in steps.
+      length: the length of the window, in steps.
       sigma_factor: how many standard deviations above the mean are too many.
       least_history: how many steps the window must contain before any is skipped.
       ddof: 1 for the unbiased standard deviation, 0 for the biased one.
@@ -45,8 +45,8 @@ class RollingSkipRule(SkipRule):
     ddof: int = checked(validation.int_between, least=0, most=1, default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)
-    # Norms in the first row and losses in the second, newest first, and zeros where
-    # there is nothing yet; float32, shape (2, length)
+    # Norms in the first row and losses in the second, newest first; zeros stand for
+    # steps that are still to come; float32, shape (2, length)
     _window: jax.Array = state_field()
 
     def __post_init__(self):

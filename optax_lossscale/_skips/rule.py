@@ -29,9 +29,13 @@ from optax_lossscale._arrays.stateful import (
     state_field,
 )
 
-# How many applied steps make up for a skipped one. The number is a heuristic: a rule
-# that keeps skipping more than about 1 step in 20 is assumed to be in error.
 APPLIED_PER_SKIP = 20
+"""How many applied steps make up for a skipped one.
+
+The number is a heuristic: a rule that keeps skipping more than about 1 step in 20 is
+assumed to be in error.
+"""
+
 # A debt above this stops growing, so that its int32 never wraps around.
 _MAX_DEBT = 2**30
 
@@ -39,10 +43,10 @@ _MAX_DEBT = 2**30
 class SkipRule(Stateful):
     """Decides from a step's gradient norm and loss whether to apply the step.
 
-    Pass it to `with_loss_scale` as `skip=rule`. The rule decides about steps whose
-    gradients, norm and loss are finite. All other steps are skipped anyway, and do not
-    count as skipped by the rule. `decide` is called for them as well, but its results
-    are dropped.
+    Pass it to `with_loss_scale` as `skip=rule`. The rule judges steps whose gradients,
+    norm and loss are finite. All other steps are skipped anyway, and do not count as
+    skipped by the rule. `decide` is called for them as well, but its results are
+    dropped.
 
     To write a rule of your own, subclass this class and define `decide`. Subclassing
     alone makes your class a frozen dataclass and a pytree. As in a `LossScale`, declare
@@ -93,9 +97,9 @@ class SkipRule(Stateful):
     ) -> tuple[Self, jax.Array]:
         """Decides whether to apply one step, assuming that it is finite.
 
-        In a compiled step, both numbers are traced, so select with `jnp.where`, and do
-        not use `if`. This method is also called for steps that are not finite, with a
-        norm or a loss of NaN or infinity.
+        In a compiled step, both arguments are traced, so select with `jnp.where`
+        instead of `if`. This method is also called for steps that are not finite, with
+        a norm or a loss of NaN or infinity.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
@@ -151,7 +155,7 @@ class SkipRule(Stateful):
         """Returns the debt after a step, given what `decide` set; int32, shape ()."""
         # A norm of 0 does not show that steps with other norms are applied, so it pays
         # off nothing. The norm is 0 if all gradients are 0, or so small that their
-        # squares underflow, which are those below about 1e-19.
+        # squares underflow, that is, below about 1e-19.
         is_nonzero = norm > 0
         payment = is_nonzero.astype(jnp.int32)
         reduced = jnp.maximum(self.skip_debt - payment, 0)
@@ -160,10 +164,10 @@ class SkipRule(Stateful):
 
 
 def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Puts a new number at the front of each row of a window, and drops the oldest.
+    """Puts a new element at the front of each row of a window, and drops the oldest.
 
     A window contains the last norms and losses. It has shape (2, length), with the
-    newest numbers first. `numbers`, the new norm and loss, has shape (2,).
+    newest elements first. `numbers`, the new norm and loss, has shape (2,).
     """
     newest = numbers[:, None]
     without_oldest = window[:, :-1]

@@ -9,8 +9,30 @@ all norms, or all losses, by a constant changes nothing.
 For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
 1 bit above their median, that is, above 2. If the norms vary more, the limit is higher.
 
-`skips.spikes` has the rule in pseudocode. The numbers in it were chosen by trial, in
-part on the runs of docs/benchmarks/skips.md, unless a comment below derives them.
+The whole rule, with the arguments of `skips.spikes`, and with the `skip_debt` of
+`SkipRule`, which begins at 0::
+
+    for x, xs in [
+        (log2(norm), log2 of the last `window` norms applied that were not 0),
+        (log2(loss), log2 of the last `window` losses applied that were positive),
+    ]:
+        spread = 1.4826 * (upper_quartile(xs) - median(xs))
+        allowed = max(factor * spread, least * max(1, 24 / len(xs)))
+        common = the max(3, len(xs) // 20)th largest of xs
+        limit = max(median(xs) + allowed, common + allowed / 2)
+        is_spike = len(xs) >= 8 and x > limit
+    if either is a spike and skip_debt + 20 <= 20 * max_skips:
+        skip
+        skip_debt += 20
+    else:
+        if either is a spike:
+            skip_debt = 20 * max_skips      # they are too common to be spikes
+        apply
+        if norm > 0:
+            skip_debt = max(skip_debt - 1, 0)
+
+The constants were chosen by trial, in part on the runs of docs/benchmarks/skips.md,
+unless a comment below derives them.
 """
 
 from functools import partial
@@ -47,7 +69,7 @@ _positive = partial(
 
 
 class SpikeSkipRule(SkipRule):
-    """The rule of `skips.spikes`, which documents it and its arguments.
+    """The rule of `skips.spikes`, which documents the arguments.
 
     Attributes:
       norm_limit: the norm above which the last step would have been a spike, or
@@ -91,7 +113,7 @@ class SpikeSkipRule(SkipRule):
         is_accepted = is_spike & exceeds_max_debt
         should_apply = ~is_spike | is_accepted
 
-        # The positive numbers of applied steps enter the window.
+        # The positive norms and losses of applied steps enter the window.
         is_remembered = is_positive & should_apply
         with_logs = with_newest(self._last, logs)
         norm_limit, value_limit = jnp.exp2(limits)

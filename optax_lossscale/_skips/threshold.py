@@ -85,7 +85,7 @@ class MovingAverageSkipRule(SkipRule):
         validation.number_between,
         least=validation.SMALLEST_NORMAL,
         most=validation.BELOW_ONE,
-        allowed="in (0, 1), normal and below 1 in float32, such as 0.99",
+        allowed="in (0, 1) and normal as a float32, such as 0.99",
     )
     count: jax.Array = state_field(0)
     mean: jax.Array = state_field(1.0)

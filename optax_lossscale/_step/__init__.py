@@ -8,16 +8,16 @@ Each line of a step has its file::
     branch.py      if should_apply:
     update.py          params, inner_state = update(grads, inner_state, params)
 
-`value_and_scaled_grad` is the first line. The others are the optimizer that
+`value_and_scaled_grad` computes the first line. The others are the optimizer that
 `with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.
 `metrics.py`, `stuck.py` and `where_applied.py` read the state that a step returns.
 
-The others help these. `get.py` finds the loss scale that an argument describes or a
-state holds. `loss.py` checks the loss, `grad_dtype.py` casts parameters, `mask.py`
+All other files help these. `get.py` finds the loss scale that an argument describes or
+a state holds. `loss.py` checks the loss, `grad_dtype.py` casts parameters, `mask.py`
 reads the argument `mask`, and `missing_gradients.py` puts zeros in place of missing
 gradients. `state.py` defines the state, and checks it together with `nesting.py`.
 `master_weights.py` and `master_weights_state.py` wrap an inner optimizer, so that it
-trains 16-bit parameters as float32 numbers.
+trains 16-bit parameters in float32.
 
 A few words have one meaning in all of these files. The *inner* optimizer is the one
 that `with_loss_scale` wraps. Gradients are *scaled* until they are divided by the loss

@@ -1,7 +1,7 @@
 """Applies or skips a step, by a conditional or by a select.
 
 Whether to apply a step is known only on the device, once the gradients are computed. A
-compiled step can act on that in two ways. With `"cond"`, a `lax.cond` runs one of two
+compiled step can be skipped in two ways. With `"cond"`, a `lax.cond` runs one of two
 branches: the inner optimizer, or nothing. With `"select"`, the inner optimizer runs at
 every step, and a select keeps either its results or the old values::
 
@@ -15,7 +15,7 @@ conditional into separate buffers, and copies them from there. On TPU, it does t
 with the updates that `update` returns. A select needs no copy, because it is fused into
 the kernel that computes the result, so it is the default on GPU and TPU.
 
-What this file says about GPU and TPU was read from compiled programs, and not timed.
+What this file says about GPU and TPU was read from compiled programs, not timed.
 """
 
 from functools import partial
@@ -98,7 +98,7 @@ def apply_or_skip(
         return apply(*operands)
     if branch == "select":
         return by_select(should_apply, *operands)
-    # The results are copies, because callers may donate what a step returns. They do
-    # not come from a `lax.cond`, which would be compiled again at every step, and stay
-    # in JAX's cache.
+    # The results are copies, because callers may donate what a step returns. A
+    # `lax.cond` would be compiled again at every step, and JAX's cache would keep each
+    # of these programs.
     return jax.tree.map(jnp.copy, skip(*operands))

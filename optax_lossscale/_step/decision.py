@@ -41,8 +41,8 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
-# A bool array of shape (), or Python's True if nothing was checked.
 Flag: TypeAlias = jax.Array | Literal[True]
+"""A bool array of shape (), or Python's True if nothing was checked."""
 
 
 def decide_step(
@@ -57,8 +57,8 @@ def decide_step(
     state.
 
     The loss scale does not adapt if the loss is not finite, if finite gradients have a
-    norm of 2**64 or more, or if the rule skips the step, because another scale would
-    not have helped, and a skipped step should not count towards the growth of the
+    norm of 2**64 or more, or if the rule skips the step. In these cases, another scale
+    would not have helped, and a skipped step should not count towards the growth of the
     scale.
     """
     # No gradient flows through the decision.
@@ -103,10 +103,8 @@ def _check_gradients(
         norm, finite = norm_and_all_finite(grads)
         norm = reduce_replicas(lax.pmax, norm, axis_name)
         return norm, on_all_replicas(finite, axis_name)
-    update = type(state.loss_scale).update
-    checks_itself = getattr(update, "checks_gradients", False)
-    must_be_finite = skip is not None and not checks_itself
-    if must_be_finite or _inherits_update(state.loss_scale):
+    checked_by = state.loss_scale._gradients_checked_by
+    if checked_by == "step" or (checked_by == "unknown" and skip is not None):
         return None, on_all_replicas(all_finite(grads), axis_name)
     return None, True
 
@@ -116,22 +114,17 @@ def _adapt(
 ) -> tuple[LossScale, Flag]:
     """Returns the next loss scale, and whether the current one allows the step.
 
-    If a loss scale inherits `update`, its `adjust` is called directly, with
+    If a loss scale inherits `LossScale.update`, its `adjust` is called directly, with
     `grads_finite`, because `update` would check the gradients again, only to pass the
     answer to `adjust`.
     """
-    if _inherits_update(loss_scale):
+    if loss_scale._gradients_checked_by == "step":
         new = loss_scale.adjust(grads_finite)
         check_successor(new, loss_scale, "adjust")
         return new, True
     new, allows = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "update")
     return new, allows if allows is True else as_flag(allows, loss_scale, "update")
-
-
-def _inherits_update(loss_scale: LossScale) -> bool:
-    """Whether a loss scale inherits `LossScale.update`, which checks, then adjusts."""
-    return type(loss_scale).update is LossScale.update
 
 
 def _run_rule(
@@ -172,7 +165,7 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     """Raises if replicas that share a state could decide differently.
 
     Under `shard_map`, JAX tracks the axes along which a value varies. Replicas could
-    decide differently if `should_apply` varies along an axis, and the state does not.
+    decide differently if `should_apply` varies along an axis, but the state does not.
     With `check_vma=False`, JAX does not track the axes, and nothing is raised.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))

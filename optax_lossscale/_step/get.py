@@ -43,9 +43,8 @@ LossScaleLike = (
 )
 
 _REMEDY_FOR_SEVERAL = (
-    "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, "
-    "once. To use testing on a step with several states, make the step a function of "
-    "one of them."
+    "Pass one of the states, or one LossScale. Wrap an optimizer once, as a whole. To "
+    "test a step with several states, make the step a function of one of them"
 )
 
 
@@ -72,8 +71,8 @@ def get(identifier: LossScaleLike) -> LossScale:
       The `LossScale`, in its initial state unless the identifier is a `LossScale`.
 
     Raises:
-      ValueError: if `identifier` is none of these, or is a number that is not from
-        2**-126 to 2**126.
+      ValueError: if `identifier` is none of these, or is a number that is not between
+        2**-126 and 2**126.
       ValueError: if there is no preset of that name, or if one of its arguments is
         unknown or missing. The error lists the known ones.
 
@@ -112,7 +111,7 @@ def get(identifier: LossScaleLike) -> LossScale:
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
-        f"{messages.shown(identifier)}. A dtype goes to autocast(loss_fn, dtype)"
+        f"{messages.shown(identifier)}. Pass a dtype to autocast(loss_fn, dtype)"
     )
 
 
@@ -161,11 +160,11 @@ def _remedy_for_none(state: Any) -> str:
     if find_nodes(lambda x: is_of_nnx(x, "State"), state):
         return (
             "A state from nnx.split does not say what is a loss scale: call nnx.merge "
-            "first, and pass the optimizer."
+            "first, and pass the optimizer"
         )
     return (
-        "Wrap the optimizer in with_loss_scale once and pass the state that its init "
-        "returned, or pass a LossScale, such as get(128)."
+        "Wrap the optimizer in with_loss_scale, and pass the state that its init "
+        "returned, or pass a LossScale, such as get(128)"
     )
 
 
@@ -178,8 +177,8 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only multiply by the scale, and warn if it has no upper bound. Of a
-        # traced number, none is known.
+        # Callers only multiply by the scale, and warn if it has no upper bound. A
+        # traced number has none that is known, and neither has this loss scale.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)
@@ -190,7 +189,7 @@ def resolve(loss_scale: Any) -> LossScale:
 
 
 def _is_identifier(x: Any) -> bool:
-    """Whether this is an identifier for `get`: None, a config, or a leaf, not a tree.
+    """Whether `x` is an identifier for `get`: None, a config, or a single leaf.
 
     A config is recognized by its keys, because a state may be a dict as well.
     """

@@ -17,10 +17,6 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 
-# One of three things: a dtype, a tree of dtypes with None for leaves that are not cast,
-# or a function that accepts the differentiated argument and returns a dtype or a tree.
-# Type checkers accept only the containers that are listed here, so for a tree with
-# other nodes, pass a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -28,6 +24,12 @@ GradDtype: TypeAlias = (
     | list[Any]
     | Callable[[Any], Any]
 )
+"""A dtype, a tree of dtypes, or a function that returns one of these.
+
+In a tree, None stands for a leaf that is not cast. A function receives the
+differentiated argument. Type checkers accept only the containers that are listed here,
+so for a tree with other nodes, pass a function.
+"""
 
 
 def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
@@ -75,12 +77,12 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether `x` is None, in a tree of dtypes a leaf and not an empty subtree."""
+    """Whether `x` is None, in a tree of dtypes a leaf rather than an empty subtree."""
     return x is None
 
 
 def _is_function(grad_dtype: Any) -> bool:
-    """Whether `grad_dtype` is a function, and not a dtype or a tree of dtypes.
+    """Whether `grad_dtype` is a function rather than a dtype or a tree of dtypes.
 
     It is not enough that it is callable, because dtypes such as `jnp.float16` are, too.
     """

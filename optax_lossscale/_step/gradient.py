@@ -55,9 +55,9 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         exactly one loss scale. No gradient flows into it.
 
     Returns:
-      The unchanged loss, shape (), in float32 or wider. If the loss is narrower than
-      float32, backpropagation begins by casting the loss scale to the dtype of the
-      loss, and a large scale becomes infinite in float16.
+      The loss, with its value unchanged; shape (), in float32 or wider. If the loss is
+      narrower than float32, backpropagation begins by casting the loss scale to the
+      dtype of the loss, and a large scale becomes infinite in float16.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
@@ -153,18 +153,18 @@ def value_and_scaled_grad(
 
     Raises:
       TypeError: if `fun` is not a function.
-      TypeError: if `argnums` are not ints, or empty.
+      TypeError: if `argnums` are not ints, or are empty.
       TypeError: when called, if the loss is not a real floating-point scalar.
       TypeError: when called, if `has_aux` is set and `fun` does not return a pair.
       TypeError: when called, if a differentiated argument is not a tree of arrays, has
         integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
         with `nnx` and `scale_gradient`.
       ValueError: if `loss_scale` is one that `scale_gradient` rejects.
-      ValueError: if `argnums` name an argument twice. If a negative number names an
-        argument again, the error is raised when the function is called.
+      ValueError: if `argnums` name an argument twice; when called, if they do so by a
+        negative number.
       ValueError: if `grad_dtype` contains a dtype that is not floating-point.
       ValueError: when called, if `grad_dtype` is not a prefix of the differentiated
-        argument, or if the argument has floats of another dtype of the same width.
+        argument, or if the argument has floats of the same width but another dtype.
 
     Warns:
       UserWarning: when called, if the loss is float16 and the loss scale may reach

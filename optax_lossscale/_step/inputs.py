@@ -34,6 +34,18 @@ from optax_lossscale._step.missing_gradients import (
     fill_missing,
 )
 
+FILTER_MODEL = "In Equinox, call tx.init(eqx.filter(model, eqx.is_inexact_array))"
+"""What to do if `init` receives leaves that are not arrays."""
+
+SPLIT_MODEL = (
+    "In Equinox, use eqx.filter_value_and_grad on a function that returns "
+    "scale_gradient(loss, state). Or take the arrays out of the model, and "
+    "differentiate a function of them:\n"
+    "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+    "    loss_fn = lambda params: loss(eqx.combine(params, static))"
+)
+"""What to do if such leaves are differentiated, or are among the gradients."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +69,8 @@ class StepInputs:
     def kept_grads(self) -> Any:
         """Returns the gradients that the mask keeps; without a mask, the whole tree.
 
-        With a mask, the result is a flat list with None for each excluded gradient, and
-        not a tree, because a custom pytree node may not accept None as a child.
+        With a mask, the result is a flat list with None for each excluded gradient,
+        rather than a tree, because a custom pytree node may not accept None as a child.
         """
         if self.kept is None:
             return self.grads
@@ -74,9 +86,9 @@ class StepInputs:
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
-        # Whether a number is replaced depends on that number alone, and not on the
-        # check of all numbers. So a norm that `inner` computes for a clip need not wait
-        # for the check, and XLA can compute norm and check in the same pass.
+        # Whether an element is replaced depends on that element alone, not on the check
+        # of all elements. So a norm that `inner` computes for a clip need not wait for
+        # the check, and XLA can compute norm and check in the same pass.
         grads_and_value = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, grads_and_value)
         return dataclasses.replace(self._with_kept_grads(grads), value=value)
@@ -97,7 +109,7 @@ class StepInputs:
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> StepInputs:
-    """Validates the inputs of a step, and replaces missing gradients by zeros."""
+    """Validates the inputs of a step, and replaces missing gradients with zeros."""
     if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
@@ -117,18 +129,16 @@ def prepare(
     return StepInputs(grads, params, value, kept, missing)
 
 
-def check_arrays(name: str, tree: Any) -> None:
-    """Raises a `TypeError` if a leaf is neither an array nor a number."""
+def check_arrays(name: str, tree: Any, remedy: str = SPLIT_MODEL) -> None:
+    """Raises a `TypeError` if a leaf is neither an array nor a number.
+
+    The error ends with `remedy`.
+    """
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array_leaf(x):
             raise TypeError(
-                f"{name} must be a tree of arrays, got {shown(x)} at "
-                f"{path_name(path)}, which is not an array. In Equinox, use "
-                "eqx.filter_value_and_grad on a function that returns "
-                "scale_gradient(loss, state). Or take the arrays out of the model, and "
-                "differentiate a function of them:\n"
-                "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
-                "    loss_fn = lambda params: loss(eqx.combine(params, static))"
+                f"{name} must be a tree of arrays, but the leaf at {path_name(path)} "
+                f"is {shown(x)}. {remedy}"
             )
 
 
@@ -141,7 +151,7 @@ _unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:
-    """Replaces NaN and infinities in an array by zeros."""
+    """Replaces NaN and infinities in an array with zeros."""
     return jnp.where(jnp.isfinite(x), x, 0) if is_inexact_leaf(x) else x
 
 

@@ -18,9 +18,6 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse
 from optax_lossscale._arrays.validation import is_function
 
-# One of three things: a bool, a tree of bools, or a function that accepts the gradients
-# and returns a bool or a tree. Type checkers accept only the containers that are listed
-# here, so for a tree with other nodes, pass a function.
 Mask: TypeAlias = (
     bool
     | np.bool_
@@ -29,6 +26,11 @@ Mask: TypeAlias = (
     | list[Any]
     | Callable[[Any], Any]
 )
+"""A bool, a tree of bools, or a function from the gradients to one of these.
+
+Type checkers accept only the containers that are listed here, so for a tree with other
+nodes, pass a function.
+"""
 
 
 def kept_leaves(mask: Mask, grads: Any) -> tuple[bool, ...]:

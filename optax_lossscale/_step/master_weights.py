@@ -1,9 +1,9 @@
-"""Master weights: trains 16-bit parameters as float32 numbers.
+"""Master weights: trains 16-bit parameters in float32.
 
-Small updates do not change a 16-bit number, and would be lost. So the optimizer trains
-a float32 number, the *master weight*, and the parameter is this number rounded to 16
-bits. To recover the master weight, the state stores a *remainder* beside the parameter.
-Each step joins parameter and remainder, and splits the result
+An update that is too small to change a 16-bit parameter would be lost. So the optimizer
+trains a float32 number, the *master weight*, and the parameter is this number rounded
+to 16 bits. The *remainder* is what must be stored beside the parameter to recover the
+master weight. Each step joins parameter and remainder, and splits the result
 (`_arrays/rounding.py`)::
 
     weight = join(param, remainder)
@@ -33,29 +33,33 @@ from optax_lossscale._step.update import as_transformation, check_update_shape
 def with_master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains 16-bit parameters as float32 numbers, the master weights.
+    """Trains 16-bit parameters in float32, so that small updates are not lost.
 
     Use it if the parameters themselves are float16 or bfloat16. You do not need it for
     float32 parameters, even if the model computes in 16 bits, as under `autocast`.
 
     An update that is smaller than half the distance from a parameter to the next 16-bit
-    number changes nothing when it is added to the parameter. So that small updates are
-    not lost, the state stores a *remainder*: what a 16-bit parameter lacks to be a
-    float32 number. `inner` updates the float32 numbers, and the updates that the
-    wrapper returns turn the parameters into the rounded results::
+    number changes nothing when it is added to the parameter. So `inner` updates float32
+    numbers, the *master weights*. For each 16-bit parameter, the state stores a
+    *remainder*: what is needed, beside the parameter, to recover its master weight. The
+    updates that the wrapper returns turn the parameters into the rounded master
+    weights::
 
-        weights = join(params, remainder)
-        new_params, remainder = split(weights + inner's updates)
+        weights = join(params, remainders)
+        new_params, remainders = split(weights + inner's updates)
         updates = new_params - params
 
-    For bfloat16 parameters, `remainder` has 16 bits for each float32 number. It takes
-    half the memory of a float32 copy, and each step recovers the float32 numbers bit
-    for bit, except for those that round to zero or to infinity. Because 16 bits would
-    not be enough with ties to even, ties are rounded away from zero, so a parameter may
-    differ in its last place from what `astype` would give. For float16 parameters,
-    whose range is smaller, `remainder` is a float32 copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 can represent the
     difference.
+
+    A bfloat16 parameter has a remainder of 16 bits, which takes half the memory of a
+    float32 copy. Each step recovers the master weights bit for bit, except for those
+    that round to zero or to infinity. Ties are rounded away from zero, because 16 bits
+    would not be enough with ties to even. So a parameter may differ in its last place
+    from what `astype` would give.
+
+    For float16 parameters, whose range is smaller, the remainder is the master weight
+    itself, a float32 copy.
 
     A program may change its parameters between steps. A changed float16 parameter
     replaces the float32 copy. A changed bfloat16 parameter still gets the old
@@ -63,8 +67,8 @@ def with_master_weights(
 
     *It must come last.* Pass it the whole optimizer,
     `with_loss_scale(with_master_weights(optax.chain(…)))`. If something changes its
-    updates afterwards, the parameters are no longer the rounded float32 numbers, and
-    their low bits are lost at each step. The `init` of `with_loss_scale`, and
+    updates afterwards, the parameters are no longer the rounded master weights, whose
+    low bits are lost at each step. The `init` of `with_loss_scale`, and
     `value_and_scaled_grad` and `scale_gradient` of such a state, raise an error for
 
     - another of Optax's transformations after it in a chain, and

@@ -1,7 +1,7 @@
 """The state of `with_master_weights`, which stores the remainders of 16-bit parameters.
 
-A *remainder* is stored beside a 16-bit parameter to recover the float32 number that is
-trained (`master_weights.py`).
+A *remainder* is what must be stored beside a 16-bit parameter to recover its float32
+master weight (`master_weights.py`).
 
 `with_loss_scale` passes the inner optimizer all parameters in float32, so a
 `with_master_weights` inside it cannot tell which parameters have 16 bits. Therefore the
@@ -28,12 +28,13 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      remainders: the remainders, a tree like the parameters: what each 16-bit parameter
-        lacks to be the float32 number that is trained. To get the float32 numbers, call
+      remainders: a tree like the parameters, with what is needed to recover the float32
+        master weight of each 16-bit parameter. To get the master weights, call
         `weights`. For a bfloat16 parameter, the remainder is a uint16 array of its
-        shape: the low half of the number's bits plus 0x8000. (The high half of this sum
-        is the parameter.) For a float16 parameter, it is the float32 number itself. For
-        every other parameter, it is `optax.MaskedNode()`.
+        shape. If 0x8000 is added to the bits of the master weight, the high half of the
+        sum is the parameter, and the low half is the remainder. For a float16
+        parameter, the remainder is the master weight itself, in float32. For every
+        other parameter, it is `optax.MaskedNode()`.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -42,7 +43,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def weights(self, params: Any) -> Any:
-        """Returns the float32 numbers that are trained, for evaluation and export.
+        """Returns the float32 master weights, for evaluation and export.
 
         With `tx = with_loss_scale(with_master_weights(inner))`, call
         `state.inner_state.weights(params)`.
@@ -51,7 +52,7 @@ class MasterWeightsState(NamedTuple):
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`, with the float32 numbers in place of 16-bit parameters.
+          A tree like `params`, with the master weights in place of 16-bit parameters.
           If you changed a float16 parameter after the last step, its new value is
           returned as it is. A changed bfloat16 parameter still gets the old remainder,
           which moves it by at most half a unit in its last place.

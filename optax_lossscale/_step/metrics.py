@@ -2,8 +2,8 @@
 
 Some entries do not depend on the class of the loss scale, such as `loss_scale` and
 `skipped_steps`. The others are the public state of the loss scale and the skip rule,
-under the names of the fields. If two fields have the same name, the second gets a
-longer one, such as `skip_rule/name`.
+under the names of the fields. If two entries would have the same name, the second gets
+a longer one, such as `skip_rule/name`.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS
-from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import loss_scale_state_or_none
@@ -32,9 +32,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         entries of the loss scale.
 
     Returns:
-      Scalars, shape (), by name. State fields of your own classes keep their shape. If
-      the state is a stack of several models' states, all entries also have the axes of
-      the stack.
+      A dict from names to scalars of shape (). State fields of your own classes keep
+      their shape. If the state is a stack of several models' states, all entries also
+      have the axes of the stack.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether, at the last step that the scale adapted to, gradients
@@ -95,17 +95,19 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     return scalars
 
 
-def _add_public_state(scalars: dict[str, jax.Array], parts: dict[str, Any]) -> None:
+def _add_public_state(
+    scalars: dict[str, jax.Array], parts: dict[str, Stateful | None]
+) -> None:
     """Adds the public state fields of `parts` to `scalars`, except the scale itself.
 
     If the name of a field is in use, the field gets the name of its part in front.
     """
-    for path, x in jax.tree.leaves_with_path(parts):
-        full_name = path_name(path)
-        name = path_name(path[1:])
-        if name.startswith("_") or full_name == "loss_scale/loss_scale":
-            continue
-        scalars[full_name if name in scalars else name] = x
+    for part, owner in parts.items():
+        for name in owner._state_names if owner is not None else ():
+            is_scale = part == name == "loss_scale"
+            if not is_scale and not name.startswith("_"):
+                full_name = f"{part}/{name}"
+                scalars[full_name if name in scalars else name] = getattr(owner, name)
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.

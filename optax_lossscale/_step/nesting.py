@@ -14,8 +14,8 @@ transformation after `with_loss_scale` may move parameters at a skipped step.
 
 An optimizer is a pair of functions, which do not show what it consists of. But its
 state does, because the state of a transformation holds the states of those inside it.
-Optax's classes of states are recognized by name, and not imported, so that this package
-works with versions of Optax that have moved one of them.
+Optax's classes of states are recognized by name rather than imported, so that this
+package works with versions of Optax that have moved one of them.
 """
 
 from collections import OrderedDict
@@ -49,13 +49,13 @@ _BELONG_INSIDE = {
     ),
 }
 
-# The names of the state classes of wrappers that replace the updates of the
-# transformation inside them.
+# The wrappers that replace the updates of the transformation inside them. The key is
+# the name of a wrapper's state class.
 _REPLACE_UPDATES = {
-    "LookaheadState",
-    "MechanicState",
-    "SAMState",
-    "ScheduleFreeState",
+    "LookaheadState": "lookahead",
+    "MechanicState": "contrib.mechanize",
+    "SAMState": "contrib.sam",
+    "ScheduleFreeState": "contrib.schedule_free",
 }
 
 
@@ -98,16 +98,15 @@ def check_master_weights_are_last(state: Any) -> None:
         raise _not_last(
             "is followed by other transformations in optax.chain, which change"
         )
-    if name_in_optax(state) in _REPLACE_UPDATES:
-        raise _not_last(
-            f"is inside the transformation with a {type(state).__name__}, which changes"
-        )
+    name = name_in_optax(state)
+    if name in _REPLACE_UPDATES:
+        raise _not_last(f"is inside optax.{_REPLACE_UPDATES[name]}, which changes")
     for child in children:
         check_master_weights_are_last(child)
 
 
 def _not_last(fault: str) -> ValueError:
-    """Builds the error for a transformation around or after `with_master_weights`."""
+    """Builds the error for a transformation after or around `with_master_weights`."""
     return ValueError(
         f"with_master_weights {fault} its updates. Give it the whole optimizer: "
         "with_loss_scale(with_master_weights(optax.chain(…)))"
@@ -118,8 +117,8 @@ def _is_chain(state: Any) -> bool:
     """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
 
     The children of a chain's state must be states, too, that is, named tuples or
-    chains. A tuple of arrays is no chain, because another transformation may hold one
-    for a tuple of parameters.
+    chains. A tuple of arrays is not a chain, because another transformation may hold
+    one for a tuple of parameters.
     """
     if type(state) not in (tuple, OrderedDict):
         return False

@@ -2,7 +2,7 @@
 
 Between two steps, a state may pass through a checkpoint, a `vmap` or another
 transformation, and come back changed. For example, a checkpoint may restore a flag as a
-float, and training would silently continue with wrong numbers. So each step checks
+float, and training would silently continue with wrong values. So each step checks
 everything that can be checked without reading an array: types, structures, shapes and
 dtypes.
 """
@@ -41,8 +41,7 @@ class LossScaleState(NamedTuple):
       skipped_steps: the number of steps skipped so far; int32, shape ().
       consecutive_skipped_steps: the number of steps skipped since the last applied
         step; int32, shape ().
-      skip_rule: the `SkipRule` that decides about finite steps, with its state; or
-        None.
+      skip_rule: the `SkipRule` that judges finite steps, with its state; or None.
     """
 
     loss_scale: LossScale
@@ -77,7 +76,7 @@ def loss_scale_state_or_none(state: Any) -> LossScaleState | None:
 
 
 def check_state(state: Any) -> None:
-    """Raises unless this is the `LossScaleState` of one model, as a step returns it."""
+    """Raises unless this is the `LossScaleState` of one model, with a bool flag."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or "
@@ -114,8 +113,8 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
     """
     if jax.tree.structure(in_state) != jax.tree.structure(configured):
         raise ValueError(
-            f"the state's {name.replace('_', ' ')} has another configuration than this "
-            f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
+            f"the {name.replace('_', ' ')} in the state is configured differently from "
+            f"this transformation's:\n  state:          {_shown_config(in_state)}\n  "
             f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
             "what tx.init(params) returns. To continue with the transformation's "
             "configuration, keep the rest of the state: "
@@ -150,7 +149,7 @@ def check_inner_dtypes(
             raise ValueError(
                 f"the inner state holds {dtype} where it needs {initial_dtype}, at "
                 f"{path_name(path)}. It comes from an optimizer of 16-bit parameters, "
-                "and small numbers would underflow in it. Cast it once, with "
+                "and small values would underflow in it. Cast it once, with "
                 "optax.tree.cast_like:\n"
                 "    state = tx.init(params)\n"
                 "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"

@@ -73,10 +73,10 @@ class ScaledStep:
     def init(self, params: Any) -> LossScaleState:
         """Returns the state before the first step.
 
-        The inner state has float32 or wider numbers even for 16-bit parameters, because
-        small numbers such as Adam's second moments would underflow in float16.
+        The floats of the inner state are float32 or wider even for 16-bit parameters,
+        because small values such as Adam's second moments would underflow in float16.
         """
-        inputs.check_arrays("params", params)
+        inputs.check_arrays("params", params, inputs.FILTER_MODEL)
         return LossScaleState(
             # The arrays are copied, because the state may be donated, and `init` called
             # again.
@@ -101,7 +101,15 @@ class ScaledStep:
         inner_state = with_remainders(inner_state, self.inner.init, params)
         return jax.tree.map(strongly_typed, inner_state)
 
-    def __call__(self, updates, state, params=None, *, value=None, **extra_args):
+    def __call__(
+        self,
+        updates: Any,
+        state: LossScaleState,
+        params: Any = None,
+        *,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleState]:
         """Takes one step, as the `update` of Optax does; returns `(updates, state)`."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
 
@@ -118,11 +126,14 @@ class ScaledStep:
         """Takes one step; returns `(params, state)`.
 
         With `to_params=False`, returns `(updates, state)`. `value` is the true loss.
+
+        MaxText and Levanter pass the loss under another name, as the extra argument
+        `loss`. With a rule, it is read if `value` is None, because these two have rules
+        that need the loss. Without a rule, it is not read, because it may be something
+        else.
         """
         self._check_state(state, params)
         if value is None and self.rule is not None:
-            # MaxText and Levanter pass the loss under this name. Without a rule, the
-            # argument is not read, because it may be something else.
             value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)

@@ -1,7 +1,7 @@
 """Raises an error on the host if training cannot continue.
 
 A compiled step cannot raise an error, so if gradients overflow at every loss scale,
-every step is skipped, and training runs on without effect. But the state counts the
+every step is skipped, and training continues without effect. But the state counts the
 skipped steps, and between two steps, `raise_if_stuck` reads these counts.
 """
 
@@ -54,8 +54,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many steps, in a row or not, before applied steps make up for them (see
-        `skip_debt` of `skips.SkipRule`).
+        skip this many steps, in a row or not, before applied steps make up for them
+        (see `skip_debt` of `skips.SkipRule`).
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`.
@@ -65,7 +65,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       ValueError: if `get_loss_scale` rejects the state, for example because it holds no
         loss scale, or several.
       ValueError: if `max_consecutive_skips` is not an int of at least 1.
-      TypeError: if the state is a stack of several models' states, or is traced.
+      ValueError: if the state is a stack of several models' states.
+      TypeError: if the state is traced.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -136,11 +137,11 @@ def _last_step(rule: SkipRule) -> str:
 
 
 def _check_one_model(loss_scale: LossScale, state: LossScaleState | None) -> None:
-    """Raises a `TypeError` if the state is a stack of several models' states."""
+    """Raises a `ValueError` if the state is a stack of several models' states."""
     scalar = loss_scale.loss_scale if state is None else state.should_apply
     shape = np.shape(scalar)
     if shape:
-        raise TypeError(
+        raise ValueError(
             "raise_if_stuck takes the state of one model, got a stack of states, of "
             f"shape {shape}. Pass the state of one model: "
             "jax.tree.map(lambda x: x[0], state)"

@@ -1,7 +1,7 @@
-"""Restores other values after a skipped step, such as batch statistics.
+"""Keeps values outside the optimizer as they were before a skipped step.
 
-When a step is skipped, its forward pass has already run, and what that computed may
-contain the NaN for which the step is skipped.
+Batch statistics are an example. When a step is skipped, its forward pass has already
+run, and may have put a NaN or an infinity into them.
 """
 
 from typing import Any
@@ -78,18 +78,19 @@ def where_applied(state: Any, new: T, old: T) -> T:
             "nnx.BatchStat))"
         )
 
-    def select(path, old, new):
-        if is_array_leaf(old) != is_array_leaf(new):
+    def select(path, old_leaf, new_leaf):
+        if is_array_leaf(old_leaf) != is_array_leaf(new_leaf):
             raise ValueError(
                 "new and old must have arrays in the same places; got "
-                f"{shown(new)} for {shown(old)} at {path_name(path)}"
+                f"{shown(new_leaf)} for {shown(old_leaf)} at {path_name(path)}"
             )
-        if not is_array_leaf(old):
-            return new
-        old = strongly_typed(old)
-        new = jnp.asarray(new)
-        _check_fits(old, new, path_name(path))
-        return lax.select(should_apply, strongly_typed(new, old.dtype), old)
+        if not is_array_leaf(old_leaf):
+            return new_leaf
+        old_array = strongly_typed(old_leaf)
+        new_array = jnp.asarray(new_leaf)
+        _check_fits(new_array, old_array, path_name(path))
+        new_array = strongly_typed(new_array, old_array.dtype)
+        return lax.select(should_apply, new_array, old_array)
 
     arrays = jax.tree.map_with_path(
         select, without_variables(old), without_variables(new)
@@ -98,10 +99,10 @@ def where_applied(state: Any, new: T, old: T) -> T:
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))
 
 
-def _check_fits(old: jax.Array, new: jax.Array, name: str) -> None:
+def _check_fits(new: jax.Array, old: jax.Array, name: str) -> None:
     """Raises a `TypeError` unless `new` fits the shape and dtype of `old`.
 
-    Any real number fits a float, and any number fits a complex one, even if it is
+    Any real dtype fits a float, and any dtype fits a complex one, even if values are
     rounded. But neither floats nor wider integers fit an integer.
     """
     if new.shape != old.shape:

@@ -78,8 +78,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             updates, state = tx.update(scaled_grads, state, params, value=loss)
             params = optax.apply_updates(params, updates)
 
-        On CPU, XLA can then fuse both lines with the unscaling, so neither the unscaled
-        gradients nor the updates are written to memory (read from compiled programs).
+        On CPU, XLA can then fuse both lines with the unscaling. As compiled programs
+        show, neither the unscaled gradients nor the updates are then written to memory.
         An `optax.chain` around the wrapper does not have this method: write the two
         lines there.
 
@@ -100,7 +100,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState` as a step returned it.
+          TypeError: if `state` is not a `LossScaleState`, or if its `should_apply` is
+            not a bool.
           TypeError: if a gradient is not an array.
           TypeError: if `value` is not a real number of shape ().
           TypeError: if the `update` of this optimizer was replaced.
@@ -110,8 +111,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           ValueError: if the gradients do not have the structure and shapes of the
             parameters, or are integers where the parameters are floats.
           ValueError: if the mask does not fit the gradients.
-          ValueError: if the state has another configuration, is a stack of several
-            states, or holds the inner state of an optimizer of 16-bit parameters.
+          ValueError: if the state is configured differently from this optimizer, is a
+            stack of several states, or holds the inner state of an optimizer of 16-bit
+            parameters.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -156,15 +158,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           grad_dtype: the dtype of all gradients, or of each one, as in
-            `value_and_scaled_grad`.
+            `value_and_scaled_grad`. `loss_fn` then receives the cast parameters.
           extra_args: passed on to the inner transformation, in addition to the loss as
             `value`.
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The
-          loss is unscaled, as `loss_fn` returned it. With `grad_dtype`, `loss_fn`
-          receives the cast parameters.
+          loss is unscaled, as `loss_fn` returned it.
 
         Raises:
           TypeError: if `loss_fn` is not a function.
@@ -258,11 +259,11 @@ def with_loss_scale(
     *How a step is skipped.* With `branch="cond"`, a `lax.cond` runs `inner` only if the
     step is applied. With `"select"`, `inner` runs at every step, and its results or the
     old values are selected. At a skipped step, `inner` then receives zeros in place of
-    NaN and infinities, except in gradients that `mask` excludes, and unless
-    `skip=None`. Use `"cond"` if `inner` should not run at a skipped step, because it
-    has side effects, such as a callback, or is expensive, such as an `eigh`. The
-    default is `"cond"` on CPU, and `"select"` on GPU and TPU, where compiled programs
-    show copies after a conditional.
+    NaN and infinities, except in gradients that `mask` excludes. (With `skip=None`, it
+    receives them as they are.) Use `"cond"` if `inner` should not run at a skipped
+    step, because it has side effects, such as a callback, or is expensive, such as an
+    `eigh`. The default is `"cond"` on CPU, and `"select"` on GPU and TPU, where
+    compiled programs show copies after a conditional.
 
     *Replicas.* If replicas decided independently, their parameters would diverge, and a
     collective inside `inner` would deadlock under `branch="cond"`. So along
@@ -281,7 +282,7 @@ def with_loss_scale(
       inner: any Optax transformation. To accumulate gradients, pass
         `optax.MultiSteps(inner, k)`.
       loss_scale: anything that `get` accepts. Pass `None` for no loss scale, for
-        bfloat16 and float32: the wrapper then only skips bad steps.
+        bfloat16 and float32: the wrapper then only skips steps, as `skip` says.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
         decide together. Under `jit` alone, leave it out.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
@@ -299,12 +300,15 @@ def with_loss_scale(
         - A rule from `skips`: the same steps, and finite steps that the rule rejects,
           such as spikes of the gradient norm. A step that the rule rejects leaves the
           loss scale as it was. The rule receives the global norm of the unscaled
-          gradients that `mask` keeps, and the loss, if the step is given one as
-          `value`, or as `loss`, as MaxText and Levanter call it. (`inner` then receives
-          this `loss` as `value`, too. Without a rule, `inner` receives it only as
-          `loss`.) A step with a norm of 2**64 or more, which is infinite in float32, is
-          also skipped without a change of the loss scale, but does not count as skipped
-          by the rule.
+          gradients that `mask` keeps, and the loss if the step is given one as `value`.
+          If finite gradients have a norm of 2**64 or more, which is infinite in
+          float32, the step is also skipped and leaves the loss scale as it was, but
+          does not count as skipped by the rule.
+
+          MaxText and Levanter pass the loss under the name `loss`. So with a rule, a
+          step that is given a `loss` and no `value` reads the `loss` as `value`, and
+          `inner` receives it under both names. Without a rule, `inner` receives it only
+          as `loss`.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is ignored, and with a fixed loss scale or none *nothing is checked*, so
           an overflow writes NaN into the parameters.

@@ -181,6 +181,18 @@ def test_axlearn_learns_nothing_from_what_it_skips():
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.99999998),
             r"grad_norm_ema_decay must be in \(0, 1\)",
         ),
+        (  # which is 0 in float32
+            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1e-60),
+            r"grad_norm_ema_decay must be in \(0, 1\) and normal as a float32",
+        ),
+        (
+            lambda: skips.spikes(least=1e-60),
+            r"least must be a number in \(0, 1e6\], normal in float32",
+        ),
+        (
+            lambda: skips.spikes(factor=1e-60),
+            r"factor must be a number in \(0, 1e6\], normal in float32",
+        ),
         (lambda: skips.drop_norm_by_grad_norm_ema(()), "^multipliers must"),
         (lambda: skips.drop_norm_by_grad_norm_ema(5.0), "^multipliers must"),
         (

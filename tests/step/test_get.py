@@ -52,7 +52,7 @@ def test_an_unknown_identifier_is_answered_with_the_known(bad):
 
 @pytest.mark.parametrize("bad", ["bf16", jnp.bfloat16, np.dtype("float16")])
 def test_an_error_says_where_a_dtype_goes(bad):
-    with pytest.raises(ValueError, match="A dtype goes to autocast"):
+    with pytest.raises(ValueError, match="Pass a dtype to autocast"):
         ols.with_loss_scale(optax.sgd(0.1), bad)
 
 

@@ -328,6 +328,21 @@ def test_what_would_change_its_updates_is_refused_by_name(followed):
         tx.init(params)
 
 
+@pytest.mark.parametrize(
+    ("name", "around"),
+    {
+        "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
+        "contrib.mechanize": optax.contrib.mechanize,
+        "contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+        "contrib.schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
+    }.items(),
+)
+def test_a_wrapper_that_replaces_its_updates_is_named(name, around):
+    tx = ols.with_loss_scale(around(ols.with_master_weights(ADAM)))
+    with pytest.raises(ValueError, match=rf"is inside optax\.{name}, which changes"):
+        tx.init({"w": jnp.ones(2, jnp.float16)})
+
+
 NOT_FOLLOWED = {
     "chain": lambda tx: optax.chain(optax.clip(1.0), optax.chain(optax.scale(1.0), tx)),
     "named_chain": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx)),

@@ -77,11 +77,22 @@ class Scheduled(ols.LossScale):
         return self.adjust(True), jnp.array(self.says) if self.as_array else self.says
 
 
+class LooksAtNothing:
+    """Has an `update`, and is no loss scale."""
+
+    def update(self, grads, axis_name=None):
+        return self, True
+
+
 class Unchecked(ols.HeadroomLossScale):
     """Overrides the `update` that checks the gradients."""
 
     def update(self, grads, axis_name=None):
         return self, True
+
+
+class Mixed(LooksAtNothing, ols.HeadroomLossScale):
+    """Gets its `update` from the first of its base classes."""
 
 
 UNCHECKED = {
@@ -90,6 +101,7 @@ UNCHECKED = {
     "scheduled": Scheduled(initial_scale=4),
     "scheduled, an array": Scheduled(initial_scale=4, as_array=True),
     "overrides an update that checks": Unchecked(initial_scale=4),
+    "mixes one in": Mixed(initial_scale=4),
 }
 CHECKED = {
     "dynamic": "dynamic",

@@ -145,7 +145,7 @@ def test_a_limit_that_is_no_positive_int_is_refused():
 def test_of_many_models_it_says_to_take_one(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
     states = jax.vmap(tx.init)(jnp.ones((3, 2)))
-    with pytest.raises(TypeError, match=r"shape \(3,\)\. Pass the state of one model"):
+    with pytest.raises(ValueError, match=r"shape \(3,\)\. Pass the state of one model"):
         ols.raise_if_stuck(states)
     ols.raise_if_stuck(jax.tree.map(lambda x: x[0], states))
 

@@ -158,7 +158,7 @@ WRAPPER = {
         TypeError,
         "at dtype",
     ),
-    "init: a str": (lambda: TX.init({"a": {"b": "x"}}), TypeError, "got 'x' at a/b"),
+    "init: a str": (lambda: TX.init({"a": {"b": "x"}}), TypeError, "at a/b is 'x'"),
     "update: swapped": (
         lambda: TX.update(STATE, PARAMS),
         TypeError,

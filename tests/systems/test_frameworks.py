@@ -133,11 +133,29 @@ def test_an_nnx_module_given_to_value_and_scaled_grad_is_sent_here():
 
 def test_an_equinox_module_with_leaves_that_are_no_arrays_is_sent_here():
     model = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
-    said = r"is not an array.*eqx.filter_value_and_grad.*scale_gradient"
+    said = r"leaf at activation is <.*eqx.filter_value_and_grad.*scale_gradient"
     with pytest.raises(TypeError, match=said):
         ols.value_and_scaled_grad(lambda model: model(X[0]), LS)(model)
     linear = eqx.nn.Linear(3, "scalar", key=jax.random.key(0))
     ols.value_and_scaled_grad(lambda model: model(X[0]), LS)(linear)
+
+
+def test_init_says_how_to_filter_an_equinox_module():
+    model = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="params must be a tree of arrays") as error:
+        tx.init(model)
+    remedy = "call tx.init(eqx.filter(model, eqx.is_inexact_array))"
+    assert str(error.value).endswith(remedy)
+    assert "differentiate" not in str(error.value)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = tx.init(params)
+    differentiate = eqx.filter_value_and_grad(
+        lambda model: ols.scale_gradient(model(X[0]), state)
+    )
+    _, grads = differentiate(model)
+    _, state = tx.apply_gradients(grads, state, params)
+    assert state.should_apply
 
 
 class Tied(nnx.Module):
