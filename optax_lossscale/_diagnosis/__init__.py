@@ -1,13 +1,13 @@
 """Checks what 16 bits do to a model: `diagnose` and `dtype_report`.
 
-`diagnose` compares the numbers of a model with those in float32, and `dtype_report`
-lists the dtypes in which it computes.
+`diagnose` compares the values in a model with the same values in float32, and
+`dtype_report` lists the dtypes in which the model computes.
 
-`diagnose` traces the loss and its gradient as one program, and runs this program on
+`diagnose` traces the loss and its gradient as one program. It runs this program on
 *pairs*: each value as the program computes it, beside its *reference*, the same value
-in float32. For each result it makes a *note*, which records how far the two are apart
-and how large they are, and which holds the notes of the operands. For `1 / (a - b)` in
-float16, where `a` is 0.1 and `b` is 0.0999, the notes say
+in float32. For each result, it makes a *note*, which records the error and magnitude of
+the result, and holds the notes of the operands. For `1 / (a - b)` in float16, where `a`
+is 0.1 and `b` is 0.0999, the notes say
 
     a            off by  0.0%
     b            off by  0.0%
@@ -15,47 +15,45 @@ float16, where `a` is 0.1 and `b` is 0.0999, the notes say
     1 / (a - b)  off by 63.8%    from a - b
 
 Followed back from the wrong quotient to its operands, the notes lead to the difference.
-This is where the error arises, so the difference is *at fault*. Notes also hold
-magnitudes, and those of the backward pass show which loss scale fits.
+This is where the error arises, so the difference is *at fault*. The magnitudes in the
+notes of the backward pass show which loss scale fits.
 
 Float32 has rounding errors, too. So if a result is off, or if float32 would choose
-another index or branch, the program also runs in float32 beside float64. Float32
-*determines* a result if float32 and float64 agree on it, or if they are far less apart
-than 16 bits and float32 are. A result that float32 does not determine is not judged,
-because 16 bits may not be to blame for its error. In this second run, the program makes
-the choices of float32, so the run also shows what choices change.
+another index or branch, the program also runs in float32 beside float64. In this second
+run, the program makes the choices of float32, so the run also shows what choices
+change. Float32 *determines* a result if float32 and float64 agree on it, or if they are
+far less apart than 16 bits and float32 are. A result that float32 does not determine is
+not judged, because 16 bits may not be to blame for its error.
 
-An equation that only moves the numbers of its operand, such as a transpose, makes no
+An equation that only moves the elements of its operand, such as a transpose, makes no
 note: its result shares the note of the operand. A slice is an exception, because it may
-lack the largest numbers of its operand. The rows into which a loop slices an array, and
-the arrays that a loop stacks, have notes of their own as well, but the table of a
-report leaves these notes out.
+lack the largest elements of its operand. The rows into which a loop slices an array,
+and the arrays that a loop stacks, have notes of their own as well, but these notes are
+not in the table of a report.
 
-These words are used in all files:
+These words are used in many files:
 
 - A dtype is *narrow* if it is a floating-point dtype of 16 bits or fewer.
 - The *reference* of a value is the same value in wider floats: in float32 beside the
   program as it is, and in float64 beside the program in float32.
-- A result is *off* if it differs from its reference. "Off by 5%" is relative to the
-  size of the reference. A number is *bad* if it is not finite although its reference
-  is, and *lost* if it is 0 although its reference is not.
+- A result is *off* by 5% if its difference from its reference is 5% of the reference.
+  Without a number, *off* means by more than 5%.
+- An element is *lost* if it is 0 although its reference is not.
 - The *seed* of the backward pass is the cotangent of the loss, which is the loss scale.
-  A value *belongs to the backward pass* if it depends on the seed. If the backward pass
-  is linear, its floats are proportional to the loss scale.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
-  or the condition of a loop. The reference *follows* the choices of the value that it
-  is compared with: it reads the same rows, and takes the same branch.
-- An *origin* is where a result comes from: the equation's operation, source line and
-  scope. All iterations of a loop have the same origins, but notes of their own.
-- An *instruction* is an equation, prepared once for all runs. A *piece* is a sequence
-  of consecutive instructions that are compiled together, or a single one that Python
-  runs.
+  or the condition of a loop. The reference *follows* the choices of the value with
+  which it is compared: it reads the same rows, and takes the same branch.
+- The *origin* of a value is the equation that computed it, with its source line and
+  scope, or else an argument. All iterations of a loop have the same origins, but notes
+  of their own.
+- A *piece* is a sequence of consecutive equations that are compiled together, or a
+  single equation that Python runs, such as a loop.
 
 Read the files in this order, from the parts to the whole. They build on `_programs`,
 which explains equations:
 
-- `text`, `figures`, `notes`: the layout of reports; the error and size of a result; its
-  note.
+- `text`, `figures`, `notes`: the layout of reports; the error and magnitude of a
+  result; its note.
 - `equations`, `dtypes`: the equations of a program; `dtype_report`, which reads them
   and runs nothing.
 - `wide`, `program`, `pairs`: one equation in wider floats; a program cut into pieces; a

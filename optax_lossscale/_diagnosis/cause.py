@@ -1,15 +1,15 @@
-"""Why a result is off: the equation at fault, and what it does to the numbers.
+"""Why a result is off: the equation at fault, and what goes wrong in it.
 
 `fault.py` finds the equation whose result is off although its operands are not. This
 file classifies what that equation does, as a member of `How`, because the remedy
 depends on it. For example, a difference *cancels* if it is far smaller than its
-operands. What remains is mostly their rounding errors, so the operands have to be
-computed in float32. A cast to float16 whose result is infinite *overflows*, so it needs
-float32 or a smaller operand. If the equation only moved or chose numbers, the earlier
-equation that computed the numbers is named instead.
+operands. What remains is mostly their rounding errors, so the operands must be computed
+in float32. A cast to float16 whose result is infinite *overflows*, so it needs float32
+or a smaller operand. If the equation only moved or chose elements, the earlier equation
+that computed these elements is named instead.
 
-All of this is read from the *notes* of the result and of its operands, which record how
-far each is off and how large it is (see `notes.py`).
+All of this is read from the *notes* of the result and of its operands, which record
+their errors and magnitudes (see `notes.py`).
 """
 
 import enum
@@ -30,18 +30,16 @@ from optax_lossscale._diagnosis.paths import path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
+# Below this fraction, a sum or a term counts as small. A sum cancels if it is smaller
+# than this fraction of `size_of_sum`. A term that is smaller than this fraction of the
+# largest term hardly contributes. The value is a heuristic: if it were larger, sums
+# whose terms only have random signs would often count as cancelling. If it were
+# smaller, sums in which a few bits cancel would not.
 _SMALL = 0.2
-"""Below this fraction, a sum or a term counts as small.
-
-A sum cancels if it is smaller than this fraction of `size_of_sum`. A term that is
-smaller than this fraction of the largest term hardly contributes. The value is a
-heuristic: if it were larger, sums whose terms only have random signs would often count
-as cancelling. If it were smaller, sums in which a few bits cancel would not.
-"""
 
 
 class How(enum.StrEnum):
-    """What the equation at fault does to the numbers.
+    """What goes wrong in the equation at fault.
 
     The value of each member is the predicate of a sentence in the report, as in
     "exp at model.py:12 (f) overflows".
@@ -52,10 +50,11 @@ class How(enum.StrEnum):
       SATURATES: it rounds its result to a limit of its function, as a sigmoid to 1.
       CANCELS: it is a sum that is small beside its terms, so what remains is mostly the
         rounding errors of the terms.
-      STAGNATES: it sums so many terms in 16 bits that further ones are lost beside the
+      STAGNATES: it sums so many terms in 16 bits that further terms are lost beside the
         sum.
-      ROUNDS: it rounds its result to 16 bits, which are too few for it.
-      AMPLIFIES: it computes in float32, but enlarges the rounding of its operands.
+      ROUNDS: it rounds its result to 16 bits, which are too few for this result.
+      AMPLIFIES: it computes in float32, but enlarges the rounding errors of its
+        operands.
       IS_UNDEFINED: it has no finite value for its operands, like the logarithm of a
         number that rounding has made negative.
       IS_A_KERNEL: it is a kernel, of which only the results are known.
@@ -84,12 +83,12 @@ class Cause(NamedTuple):
     """What makes a result wrong.
 
     Attributes:
-      how: what the equation of `note` does to the numbers; `ADDS_UP` if no equation is
-        at fault.
+      how: what goes wrong in the equation of `note`; `ADDS_UP` if no equation is at
+        fault.
       note: the note of the equation to fix, or of the wrong result if no equation is at
         fault.
       rounded: the values in 16 bits to whose rounding the equation is sensitive.
-      is_in_float32: whether the result is not finite in float32 either.
+      is_in_float32: whether the result is not finite even in float32.
     """
 
     how: How
@@ -104,14 +103,14 @@ def cause_of(note: Note) -> Cause:
     The cause is the place to fix, which may be an earlier equation than the one at
     fault:
 
-    - If the equation at fault only moved or chose numbers, the cause is the equation
+    - If the equation at fault only moved or chose elements, the cause is the equation
       that computed them.
-    - If its result is not finite because operands are lost, that is, became 0, the
-      cause is the equation in which they became 0. If float16 rounds `exp(x)` to 0,
-      then `1 / exp(x)` in float32 is infinite because of the exponential, not the
-      division.
-    - If an earlier equation rounded numbers to the limit of its function, and later
-      equations only passed them on, that equation is the cause.
+    - If its result is not finite because elements of its operands are lost, that is,
+      became 0, the cause is the equation in which they became 0. If float16 rounds
+      `exp(x)` to 0, then `1 / exp(x)` in float32 is infinite because of the
+      exponential, not the division.
+    - If an earlier equation rounded elements to the limit of its function, and later
+      equations only passed them on, the cause is the earlier equation.
     """
     fault = at_fault(note)
     if fault is None:
@@ -139,8 +138,8 @@ def cause_of(note: Note) -> Cause:
 def _cause_if_sensitive(how: How, note: Note) -> Cause:
     """Finds the values in 16 bits to whose rounding an equation is sensitive.
 
-    The remedy is to compute these in float32. But if the equation amplifies numbers of
-    which many are lost, the cause is instead the equation in which they became 0.
+    The remedy is to compute these in float32. But if the equation amplifies values of
+    which many elements are lost, the cause is the equation in which they became 0.
     """
     rounded = tuple(
         earlier
@@ -156,8 +155,8 @@ def _cause_if_sensitive(how: How, note: Note) -> Cause:
 def cause_in_float32(note: Note) -> Cause:
     """Finds the first equation whose result is not finite in float32, and the reason.
 
-    If this equation is a kernel, its result may be finite in float32 after all: the
-    reference does not tell, because the kernel computes it in 16 bits as well.
+    If this equation is a kernel, its result may be finite in float32 after all. The
+    reference does not show this, because the kernel computes it in 16 bits as well.
     """
     first = path_from(note, _operand_not_finite)[-1]
     if first.stays_narrow:
@@ -170,7 +169,7 @@ def _operand_not_finite(note: Note) -> Note | None:
     """Returns the operand that makes a result not finite in float32, if one does.
 
     An infinity in a mask is there on purpose, as in `where(mask, scores, -inf)`. If it
-    turns into a NaN, the equation that reads it is at fault, and not the mask.
+    turns into a NaN, the equation that reads it is at fault, not the mask.
     """
     operand = _first_not_finite(note)
     if not note.is_reference_nan:
@@ -193,8 +192,8 @@ def _is_masked(note: Note) -> bool:
     """Whether the infinities that led to a NaN come from a mask, not from the model.
 
     The infinities come from a mask if they go back to an argument, a constant or an
-    operation that fills in numbers, such as `where`, with no product between, because
-    masks are applied after products.
+    operation that fills in elements, such as `where`, without a product in between,
+    because masks are applied after products.
     """
     path = path_from(note, _first_not_finite)
     if any(step.has_any(Trait.PRODUCT) for step in path):
@@ -216,7 +215,7 @@ def _how_not_finite(note: Note) -> How:
     if any(read.lost for read in note.reads):
         return How.VANISHES
     # A partial sum may overflow although the whole sum is small in float32. Any other
-    # operation has a pole at the numbers to which its operands were rounded.
+    # operation has a pole at the values to which its operands were rounded.
     is_sum = note.has_any(SUMS | Trait.PRODUCT)
     if is_sum and is_narrow_dtype(note.dtype) and not note.nan:
         return How.OVERFLOWS
@@ -245,15 +244,15 @@ def _cancels(note: Note) -> bool:
 
 
 def size_of_sum(note: Note) -> float:
-    """Estimates the size of a sum or product whose terms have random signs.
+    """Estimates the magnitude of a sum or product whose terms have random signs.
 
     The sum of n such terms is about sqrt(n) times as large as one of them.
     """
-    sizes = [read.rms for read in note.reads if read.rms]
+    magnitudes = [read.rms for read in note.reads if read.rms]
     growth = math.sqrt(note.origin.terms)
     if note.has_any(Trait.PRODUCT):
-        return growth * math.prod(sizes)
-    return growth * max(sizes, default=0.0)
+        return growth * math.prod(magnitudes)
+    return growth * max(magnitudes, default=0.0)
 
 
 def _saturates(note: Note) -> bool:
@@ -268,7 +267,7 @@ def _saturates(note: Note) -> bool:
 def _operands_at_limit(note: Note) -> Sequence[Note]:
     """Returns the operands whose 1 or -1 may have been passed on to a result.
 
-    A sum or a product has no such operands, because it computes its 1 or -1 anew.
+    A sum or product has no such operands, because it computes any 1 or -1 itself.
     """
     if note.has_any(SUMS | Trait.PRODUCT):
         return ()
@@ -276,10 +275,10 @@ def _operands_at_limit(note: Note) -> Sequence[Note]:
 
 
 def _where_computed(note: Note) -> Note:
-    """Goes back from moved or chosen numbers to the equation that computed them.
+    """Goes back from moved or chosen elements to the equation that computed them.
 
     The search follows the worst operand. It ends at a cast to 16 bits or fewer, which
-    rounds numbers, and so counts as computing them.
+    rounds the elements, and so counts as computing them.
     """
     while note.has_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         operand = worst_operand(note)
@@ -292,10 +291,10 @@ def _where_computed(note: Note) -> Note:
 
 
 def _where_lost(note: Note) -> Note:
-    """Goes back from numbers that are lost to the equation in which they became 0.
+    """Goes back from lost elements to the equation in which they became 0.
 
-    The search follows the first operand of which at least half as large a share is
-    lost.
+    The search follows the first operand whose `lost` is at least half that of the
+    result.
     """
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
@@ -308,7 +307,7 @@ def _operands_that_count(note: Note) -> Sequence[Note]:
     """Returns the operands whose rounding matters to a result.
 
     A product in 16 bits rounds its own result, so the search for rounded values ends
-    there. In a sum of two, a term that is small beside the other does not matter.
+    there. In a sum of two terms, one that is small beside the other does not matter.
     """
     if is_narrow_dtype(note.dtype) and note.has_any(Trait.PRODUCT):
         return ()

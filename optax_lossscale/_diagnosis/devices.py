@@ -1,17 +1,17 @@
 """Runs the program in a `shard_map` piece by piece, on *stacks* of all devices' arrays.
 
 Between two pieces, Python holds values that exist only inside the `shard_map`, where
-each device has its own array. A stack joins these into one array outside. An array of
-shape (3,) on each of 4 devices becomes a stack of shape (4, 3), whose first axis is
-divided among the devices. A second `shard_map` inside the first, over a mesh axis of
-size 2, adds an axis: (4, 2, 3).
+each device has its own array. A stack joins these arrays into one array outside the
+`shard_map`. An array of shape (3,) on each of 4 devices becomes a stack of shape
+(4, 3), whose first axis is divided among the devices. A second `shard_map` inside the
+first, over a mesh axis of size 2, adds an axis: (4, 2, 3).
 
-`Devices.enter` converts the operands of a `shard_map` to stacks, `Devices.over_stacks`
-makes a function of one device's arrays apply to stacks, and `Devices.exit` converts the
-stacks of results back.
+Three methods return functions, which the caller compiles: that of `Devices.enter`
+converts an operand of a `shard_map` to a stack, that of `Devices.over_stacks` applies a
+function of one device's arrays to stacks, and that of `Devices.exit` converts the stack
+of a result back.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, reshard
 
-from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.versions import mapped_axes
 
@@ -31,8 +30,8 @@ class _ShardMap(NamedTuple):
 
     Attributes:
       mesh: the mesh of the `shard_map`.
-      axes: the names of those axes of the mesh that this `shard_map` maps over, and no
-        enclosing one.
+      axes: the names of the mesh axes that this `shard_map` maps over, without those of
+        an enclosing one.
     """
 
     mesh: Any
@@ -82,7 +81,7 @@ class _ShardMap(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices that a program runs on: those of the `shard_map`s around it.
+    """The devices on which a program runs, as given by the `shard_map`s around it.
 
     Attributes:
       maps: the `shard_map`s around the program, the outermost first. Without any, a
@@ -102,15 +101,13 @@ class Devices(NamedTuple):
             function = shard_map.over_stacks(function)
         return function
 
-    def enter(self, value: Value, spec: jax.P) -> Value:
-        """Converts an operand of the innermost `shard_map` to a stack of its shards."""
-        stack_spec = self.maps[-1].stack_spec
-        return value.map(_on_each_device(self, _stack_of_one, spec, stack_spec))
+    def enter(self, spec: jax.P) -> Callable:
+        """Makes the function from an operand of the last of `maps` to its stack."""
+        return self._on_each(_stack_of_one, spec, self.maps[-1].stack_spec)
 
-    def exit(self, value: Value, spec: jax.P) -> Value:
-        """Converts the stack of a result of the innermost `shard_map` to the result."""
-        stack_spec = self.maps[-1].stack_spec
-        return value.map(_on_each_device(self, _only_row, stack_spec, spec))
+    def exit(self, spec: jax.P) -> Callable:
+        """Makes the function from the stack of a result of the last of `maps` to it."""
+        return self._on_each(_only_row, self.maps[-1].stack_spec, spec)
 
     def replicate(self, x: Array) -> Array:
         """Repeats an array for each device, as a stack over all `maps`."""
@@ -119,19 +116,11 @@ class Devices(NamedTuple):
         sizes = [shard_map.size for shard_map in self.maps]
         return jnp.broadcast_to(x, (*sizes, *x.shape))
 
-
-@functools.cache
-def _on_each_device(
-    devices: Devices, function: Callable, in_spec: jax.P, out_spec: jax.P
-) -> Callable:
-    """Compiles a function that runs on each device of the innermost `shard_map`.
-
-    The cache matters in a loop: without it, each iteration would compile anew.
-    """
-    *outer, inner = devices.maps
-    mapped = inner.over_shards(function, in_spec, out_spec)
-    over_stacks = Devices(tuple(outer)).over_stacks(mapped)
-    return jax.jit(over_stacks)
+    def _on_each(self, function: Callable, in_spec: jax.P, out_spec: jax.P) -> Callable:
+        """Makes a function run on each device of the last of `maps`."""
+        *outer, inner = self.maps
+        mapped = inner.over_shards(function, in_spec, out_spec)
+        return Devices(tuple(outer)).over_stacks(mapped)
 
 
 def _stack_of_one(x: jax.Array) -> jax.Array:

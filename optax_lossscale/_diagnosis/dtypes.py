@@ -5,10 +5,10 @@ on one line, as in
 
     float16→float32 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
 
-where half of all multiplications are in a product of a float16 array, which was first
-widened to float32, and a float32 array. Products are listed in every dtype, and so are
-operations whose inside no jaxpr shows, such as kernels. Sums and exponentials are
-listed only in 16 bits or fewer, where they may go wrong.
+where half of all multiplications are in a product of two arrays: one in float16, which
+was first widened to float32, and one in float32. Products are listed in every dtype,
+and so are operations whose inside is not in the jaxpr, such as kernels. Sums and
+exponentials are listed only in 16 bits or fewer, where they may go wrong.
 """
 
 import itertools
@@ -55,14 +55,15 @@ class Operation(NamedTuple):
       operands: the dtypes of the operands that are floats; for a product, the dtypes of
         the two arrays that it multiplies. An operation that cannot be looked into and
         reads no floats has the dtypes of its results here.
-      before: the dtypes that the operands had before they were converted to wider ones,
-        in the function that computes with them or in one that calls it. Where they
-        differ from `operands`, an operand was widened.
+      before: the dtypes of the operands before they were converted to wider dtypes, in
+        the function that computes with them or in one that calls it. Where `before`
+        differs from `operands`, an operand was widened.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
       count: how many of these operations the program has.
       multiplications: how many multiplications one run computes; 0 if these operations
         are not products.
-      terms: the most numbers that one of these operations sums into one.
+      terms: the largest number of terms that one of these operations adds up in one
+        element of its result.
       by_choice: whether a product has its dtype on purpose: because its call sets
         HIGHEST precision or an algorithm, and that is not the default, or because Optax
         made it.
@@ -79,9 +80,10 @@ class Operation(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it computes in, which is the dtype of its widest operand.
+        """The dtype in which it computes, which is that of its widest operand.
 
-        Float16 with bfloat16 computes in float32, because neither can hold the other.
+        Float16 with bfloat16 computes in float32, because neither can represent all
+        numbers of the other.
         """
         dtypes = self.operands
         if HALVES.issubset(dtypes):
@@ -100,7 +102,7 @@ class DtypeReport(NamedTuple):
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, inner products, products of many numbers, exponentials, logarithms
+      narrow: sums, inner products, products of many elements, exponentials, logarithms
         and powers in 16 bits or fewer, in the same order. They may lose small terms, or
         overflow, so see whether any of them should be in float32.
       opaque: operations that cannot be looked into: kernels, callbacks, foreign calls,
@@ -149,18 +151,18 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     """Reports in which dtypes a function computes, by source line.
 
     Use it if a model in 16 bits is no faster than in float32. JAX promotes operands to
-    the widest dtype among them, and so do Flax's modules without a `dtype`. A single
-    float32 input is therefore enough to have everything after it computed in float32,
-    which shows only in the time that it takes. `autocast` avoids that. The report
-    counts matrix products and convolutions, and their multiplications, by the dtype of
-    their operands. It also lists where sums, exponentials, logarithms and powers are
-    computed in 16 bits, which have few digits and a small range.
+    the widest dtype among them, and so do Flax's modules without a `dtype`. So after a
+    single float32 input, everything may be computed in float32, and the only sign of it
+    is the time that it takes. `autocast` avoids this. The report counts matrix products
+    and convolutions, and their multiplications, by the dtype of their operands. It also
+    lists where sums, exponentials, logarithms and powers are computed in 16 bits, which
+    have few digits and a small range.
 
-    It traces the function and all that it calls, but runs and compiles nothing, so
-    shapes are enough. To include the backward pass, give it the whole training step.
-    Every branch of a `cond` counts as run, and the body of a `while` as run once. Outer
-    products, which sum nothing, do not count as products. Neither do inner products,
-    alone or in a batch, which multiply each number only once.
+    To include the backward pass, call it on the whole training step. It traces the
+    function and all that it calls, but runs and compiles nothing, so shapes are
+    enough. Every branch of a `cond` counts as run, and the body of a `while` as run
+    once. Outer products, which sum nothing, do not count as products. Neither do inner
+    products, alone or in a batch, which multiply each element only once.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
@@ -216,7 +218,7 @@ def _report_of(
       jaxpr: the program.
       default_precision: the precision of a product whose call does not set one.
       line: the user's line that runs the program; "" for the whole program.
-      before: the dtypes that its arguments had before the caller widened them. If it is
+      before: the dtypes of its arguments before the caller widened them. If it is
         empty, they count as not widened.
     """
     # The dtypes of values before they were widened, by `id`: literals have no hash.
@@ -282,7 +284,7 @@ def _report_on(
 def _dtypes_before(
     values: Sequence[Atom], unwidened: Mapping[int, np.dtype]
 ) -> tuple[np.dtype, ...]:
-    """Returns the dtypes of values, for widened ones the dtypes before that."""
+    """Returns the dtypes of values; for widened values, the dtypes before that."""
     return tuple(unwidened.get(id(v), dtype_in(v)) for v in values)
 
 
@@ -308,8 +310,7 @@ def _times_run(eqn: JaxprEqn) -> int:
 def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
     """Merges operations of one kind, which differ only in how much they compute.
 
-    Their counts and multiplications are added up, and the largest of their `terms` is
-    kept.
+    Their counts and multiplications are added up, and the largest `terms` is kept.
     """
     totals: dict[Operation, Operation] = {}
     for operation in itertools.chain.from_iterable(lists):
@@ -324,7 +325,7 @@ def _merged(lists: Iterable[Iterable[Operation]]) -> tuple[Operation, ...]:
 
 
 def _row(operation: Operation, total: int) -> tuple[str, ...]:
-    """Formats the cells of a row; `total` is the number of all multiplications."""
+    """Formats the cells of a row; `total` is the number of multiplications in all."""
     dtypes = [
         str(dtype) if dtype == before else f"{before}→{dtype}"
         for dtype, before in zip(operation.operands, operation.before, strict=True)

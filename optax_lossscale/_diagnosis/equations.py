@@ -1,11 +1,10 @@
-"""The equations of a program, and which of them return the numbers of an operand.
+"""The equations of a program, and which of them return elements of an operand.
 
 `equations(program)` returns the equations of a program and of the loops, branches and
-calls in it. `keeps_numbers(eqn)` is true for a transpose, which only moves numbers, and
-for a cast from float16 to float32, which is exact. It is false for `x * 2`, and for a
-cast to float16, which rounds. If an equation keeps the numbers of its operand, and
-drops none, its result is as far off as the operand, so `diagnose` need not compare it
-again.
+calls in it. `keeps_numbers(eqn)` is true for a transpose, which only moves elements,
+and for a cast from float16 to float32, which is exact. It is false for `x * 2`, and for
+a cast to float16, which rounds. If an equation keeps all elements of its operand, its
+result is as far off as the operand, so `diagnose` need not compare it again.
 """
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -42,9 +41,9 @@ def is_one_to_one(eqn: JaxprEqn) -> bool:
 
 
 def keeps_numbers(eqn: JaxprEqn) -> bool:
-    """Whether each result consists of exact numbers of one operand.
+    """Whether each result consists of unchanged elements of one operand.
 
-    Such an equation only moves, drops, repeats or widens numbers.
+    Such an equation only moves, drops, repeats or widens elements.
     """
     if Trait.CASTS in traits(eqn):
         (operand,) = eqn.invars

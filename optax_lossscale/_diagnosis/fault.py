@@ -6,14 +6,14 @@ less than 0.1%: the error jumps there, so the difference is at fault.
 
 Each result has a *note*, which records how far it is off, and holds the notes of its
 operands (see `notes.py`). From the note of a wrong result, `at_fault` goes back to the
-operand that is off the most, and on from there, as long as an operand is off by more
-than one rounding to bfloat16. In the example, this path is the quotient and the
-difference.
+operand that is off the most, from there to its worst operand, and so on, as long as
+this operand is off by more than one rounding to bfloat16. In the example, this path is
+the quotient and the difference.
 
 The search then starts at the earliest value on the path that is off by more than 5%. If
-it is not finite, its equation is at fault. Otherwise the equation at fault is this one
-or an earlier one on the path: the one in which the error grows most, if it grows by a
-factor of 3 or more.
+this value is not finite, its equation is at fault. Otherwise, of this equation and the
+earlier ones on the path, the one in which the error grows most is at fault, if the
+error grows by a factor of 3 or more.
 """
 
 from collections import Counter
@@ -25,26 +25,21 @@ from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
+# The least factor by which the error grows in an equation that is at fault, a
+# heuristic. It must be above 2: a correct product is off by about the sum of its
+# operands' errors, so by up to twice as much as the worse operand. If the factor were
+# larger, more faults would be reported as rounding that adds up over many lines.
 _JUMP = 3.0
-"""The least factor by which the error grows in an equation that is at fault.
 
-A heuristic. It has to be above 2, because a product is off by about the sum of its
-operands' errors, so by up to twice as much as the worse operand, without doing anything
-wrong. If it were larger, more faults would be reported as rounding that adds up over
-many lines.
-"""
-
+# The largest relative error of one rounding to bfloat16, with 8 significant bits.
 _ROUNDING = 2.0**-8
-"""The largest relative error of one rounding to bfloat16, with 8 significant bits."""
 
+# How often the path must pass through an equation in a loop for it to be at fault. This
+# is for errors that grow too little in one iteration to jump. The value is a heuristic:
+# if it were smaller, an equation could be blamed although others contribute as much. If
+# it were larger, more loops would have too few iterations for an equation in them to be
+# blamed.
 _MANY_ITERATIONS = 8
-"""How often the path must pass through an equation in a loop for it to be at fault.
-
-This is for errors that grow too little in one iteration to jump. The value is a
-heuristic: if it were smaller, an equation could be blamed although others contribute as
-much. If it were larger, more loops would have too few iterations for an equation in
-them to be blamed.
-"""
 
 
 def at_fault(note: Note) -> Note | None:
@@ -53,7 +48,7 @@ def at_fault(note: Note) -> Note | None:
     An equation on the path whose operand is already off by more than 5% is not at
     fault, however much worse its result is: fixing it would not fix the operand. If no
     value on the path is off by more than 5%, the whole path is searched. This happens
-    to an intermediate value if many of its numbers are off, but only the small ones.
+    to an intermediate value if many of its elements are off, but only small ones.
     """
     path = path_from(note, _off_operand)
     start = 0
@@ -79,8 +74,8 @@ def worst_operand(note: Note) -> Note | None:
 def _off_operand(note: Note) -> Note | None:
     """Returns the worst operand if it is off by more than rounding, or None.
 
-    If the result is not finite where float32's is, the operand must be off by more than
-    5%, because a smaller error hardly explains an infinity.
+    If the result is not finite where its reference is, the operand must be off by more
+    than 5%, because a smaller error hardly explains an infinity.
     """
     worst = worst_operand(note)
     floor = TOLERANCE if note.bad else _ROUNDING

@@ -4,10 +4,10 @@
 is the *reference*. `figures_of` compares the two with NumPy, on the host, and returns
 the measurements as `Figures`. For the result `[1.0, 2.0]` with the reference
 `[1.0, 2.5]`, `error` is 0.5 / norm([1.0, 2.5]), or 19%, and `off_share` is one half:
-only the second number is off by more than 5%.
+only the second element is off by more than 5%.
 
-The search for a fault reads only these few numbers for each result, because an array is
-freed as soon as no later equation reads it.
+The search for a fault reads only these measurements, not the arrays, because an array
+is freed as soon as no later equation reads it.
 """
 
 import dataclasses
@@ -21,24 +21,22 @@ TOLERANCE = 0.05
 
 A heuristic: it is about 13 times the largest error of one rounding to bfloat16, which
 is 2**-8 or 0.4%, and 100 times the largest error of one rounding to float16, which is
-2**-11 or 0.05%. If it were smaller, results in which nothing but such roundings adds up
-would count as wrong. If it were larger, more faults would go unnoticed.
+2**-11 or 0.05%. If it were smaller, results would count as wrong although their error
+is only the sum of such roundings. If it were larger, more faults would go unnoticed.
 """
 
 LARGE_SHARE = 0.2
 """The share of an array that may be off, lost or chosen differently before it matters.
 
-A heuristic: in a healthy model, a few numbers may be off because they are small, and a
-few choices may differ because of ties. The larger the value is, the larger is the part
-of an array in which a fault goes unnoticed.
+A heuristic: in a healthy model, a few elements may be off because they are small, and a
+few choices may differ because of ties. The larger this value, the more of an array can
+be at fault unnoticed.
 """
 
+# The least magnitude with which the error of an element is compared, relative to the
+# mean magnitude. Without it, an element near 0 would count as off because of an error
+# that is small beside the other elements. The value is a heuristic.
 _FRACTION_OF_MEAN = 0.25
-"""The least size with which an error is compared, relative to the mean size.
-
-Without it, a number near 0 would count as off because of an error that is small beside
-the other numbers. The value is a heuristic.
-"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,32 +47,32 @@ class Figures:
     float32, the same result in float64. All norms are Euclidean.
 
     Attributes:
-      count: how many numbers the result holds; a complex number counts as two.
+      count: how many elements the result has. A complex element counts as two.
       error: the relative error of the whole array: the norm of the difference from the
         reference, divided by the norm of the reference. It is 0 if both are zero, 1 if
         only the reference is, and infinite if the result is bad or the difference
-        exceeds the range of float32. The largest numbers dominate it.
+        exceeds the range of float32. The largest elements dominate it.
       distance: the norm of the difference itself; infinite where `error` is infinite.
         Among the terms of a sum, the one with the largest distance contributes most to
         the error of the sum.
-      off_share: the share of the numbers that are off: that are finite and differ from
-        the reference by more than 5% of it, or by more than 5% of a quarter of the mean
-        size where that is larger. Unlike in `error`, small numbers count as much as
-        large ones. But a finite mask, such as -3e4, raises the mean size, and so can
-        hide other errors.
-      bad: whether a number is not finite where the reference is finite.
-      nan: whether a number is NaN where the reference is finite.
-      is_reference_finite: whether all numbers of the reference are finite.
-      is_reference_nan: whether a number of the reference is NaN.
-      lost: the share of numbers that are zero, among those whose reference is finite
-        and not zero: those that underflowed or cancelled.
-      at_limit: whether a number is 1 or -1 where the reference lies strictly between,
+      off_share: the share of elements that are off. An element is off if it is finite
+        and differs from its reference by more than 5% of the reference, or of a quarter
+        of the mean magnitude, whichever is larger. Unlike in `error`, small elements
+        count as much as large ones. But a finite mask, such as -3e4, raises the mean
+        magnitude, and so can hide other errors.
+      bad: whether an element is not finite where the reference is finite.
+      nan: whether an element is NaN where the reference is finite.
+      is_reference_finite: whether every element of the reference is finite.
+      is_reference_nan: whether an element of the reference is NaN.
+      lost: the share of elements that became zero, by underflow or cancellation, among
+        those whose reference is finite and not zero.
+      at_limit: whether an element is 1 or -1 where the reference lies strictly between,
         as where a sigmoid or a tanh saturates.
       differing: for indices and conditions, the share in which the result and the
         reference differ; 0 for floats.
       largest: the largest finite absolute value of the result and of the reference,
         where the reference is finite.
-      rms: the root mean square of the finite numbers of the reference.
+      rms: the root mean square of the finite elements of the reference.
     """
 
     count: int = 1
@@ -104,7 +102,7 @@ def figures_of(actual: ArrayLike, reference: ArrayLike) -> Figures:
     actual = _flattened(actual)
     if not actual.size:
         return Figures(count=0)
-    # Squares and differences of large numbers may leave the range of float32.
+    # Squares and differences of large elements may leave the range of float32.
     with np.errstate(all="ignore"):
         return _figures(actual, _flattened(reference))
 
@@ -118,9 +116,9 @@ def figures_of_choices(actual: ArrayLike, reference: ArrayLike) -> Figures:
 
 def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
     """Compares two flat arrays of floats, which are not empty."""
-    sizes = np.abs(reference)
+    magnitudes = np.abs(reference)
     # Unlike `max`, `np.maximum` returns NaN if either operand is NaN.
-    largest = float(np.maximum(sizes.max(), np.abs(actual).max()))
+    largest = float(np.maximum(magnitudes.max(), np.abs(actual).max()))
     if not math.isfinite(largest):
         return _figures_if_not_finite(actual, reference)
     count = actual.size
@@ -130,11 +128,11 @@ def _figures(actual: np.ndarray, reference: np.ndarray) -> Figures:
     distance = _norm(difference)
     if not distance:
         return Figures(count, largest=largest, rms=rms)
-    floor = _FRACTION_OF_MEAN * float(sizes.mean(dtype=np.float64))
-    is_off = difference > TOLERANCE * np.maximum(sizes, floor)
+    floor = _FRACTION_OF_MEAN * float(magnitudes.mean(dtype=np.float64))
+    is_off = difference > TOLERANCE * np.maximum(magnitudes, floor)
     n_nonzero = np.count_nonzero(reference)
     n_lost = np.count_nonzero(reference[actual == 0])
-    is_at_limit = (np.abs(actual) == 1) & (sizes < 1)
+    is_at_limit = (np.abs(actual) == 1) & (magnitudes < 1)
     return Figures(
         count,
         error=distance / norm if norm else 1.0,
@@ -151,8 +149,8 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     """Compares two flat arrays, at least one of which is not finite everywhere.
 
     Where the reference is not finite, both are set to 0. Where only the result is not
-    finite, it is set to the reference, and `bad` reports it. All other measurements are
-    therefore those of the finite numbers.
+    finite, it is set to the reference, and `bad` reports it. So all other measurements
+    are those of the finite elements.
     """
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)
@@ -161,7 +159,7 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     figures = _figures(finite_actual, finite_reference)
     bad = bool(is_bad.any())
     n_finite = np.count_nonzero(is_finite)
-    # `rms` is a mean over the finite numbers only, without the zeros put in above.
+    # `rms` is a mean over the finite elements only, without the zeros put in above.
     share_finite = max(n_finite, 1) / actual.size
     return dataclasses.replace(
         figures,
@@ -188,7 +186,7 @@ def _norm(x: np.ndarray) -> float:
 
 
 def _flattened(x: ArrayLike) -> np.ndarray:
-    """Flattens an array; a complex number becomes its real and imaginary part."""
+    """Flattens an array; a complex element becomes its real and imaginary part."""
     flat = np.asarray(x).ravel()
     if flat.dtype.kind == "c":
         return flat.view(flat.real.dtype)

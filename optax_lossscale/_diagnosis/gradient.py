@@ -2,11 +2,11 @@
 
 For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed` times the
 gradient with respect to `w`. The *seed* is the cotangent of the loss, and so the loss
-scale. Because it is an argument, one program runs at every scale, and the part that
-does not depend on the seed, the forward pass, runs only once.
+scale. Because the seed is an argument, one program runs at every scale. Its forward
+pass does not depend on the seed, and runs only once.
 
 The arguments of the program are the arrays among the parameters, arguments and keyword
-arguments of the loss function, and then the seed. Its results are the loss, the scaled
+arguments of the loss function, and then the seed. The results are the loss, the scaled
 gradient of each parameter, and the floats that the loss function returns beside the
 loss, such as batch statistics.
 """
@@ -45,7 +45,7 @@ class Gradient(NamedTuple):
     Attributes:
       jaxpr: the program.
       forward: the equations of `jaxpr` that do not depend on the seed.
-      arguments: all arguments but the seed.
+      arguments: all arguments except the seed.
       narrow_dtypes: the dtypes of 16 bits or fewer among the results of all equations.
     """
 
@@ -110,7 +110,7 @@ def _gradient_function(
     Args:
       loss_fn: the loss function.
       inputs: its parameters, arguments and keyword arguments.
-      positions: the positions of the parameters among the arrays.
+      positions: the positions of the parameters among these arrays.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
     """
 
@@ -159,8 +159,8 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
     """Splits what the loss function returned into the loss and the floats beside it.
 
     Raises:
-      TypeError: if it returned no pair although `has_aux` is True, or if the loss is
-        not a real floating-point scalar.
+      TypeError: if the loss function did not return a pair although `has_aux` is True,
+        or if the loss is not a real floating-point scalar.
     """
     loss = loss_of(returned, has_aux)
     check_scalar(THE_LOSS, loss)
@@ -176,9 +176,9 @@ def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Arr
 def _arguments(inputs: tuple) -> list[Argument]:
     """Names each array among the inputs of the loss function by its path.
 
-    A parameter is named by its path in `params`, such as `encoder/w`, and any other
-    array as in `args/0` or `kwargs/mask`. A variable of Flax NNX that is in two places
-    is listed once.
+    A parameter is named by its path in `params`, such as `encoder/w`. Any other array
+    is named as in `args/0` or `kwargs/mask`. A variable of Flax NNX that is in two
+    places is listed once.
     """
     prefixes = ("", "args/", "kwargs/")
     arguments = []
@@ -196,11 +196,11 @@ def _arguments(inputs: tuple) -> list[Argument]:
 
 
 def _with_unique_names(arguments: list[Argument]) -> list[Argument]:
-    """Numbers arguments of the same name, so that each gradient has its own name.
+    """Adds numbers to equal names of arguments, so that each gradient has its own.
 
-    For example, both arrays in `{"a/b": x, "a": {"b": y}}` have the path `a/b`. An
-    argument whose path a report uses for something else, such as "the loss", is
-    numbered as well.
+    For example, both arrays in `{"a/b": x, "a": {"b": y}}` have the path `a/b`. A
+    number is also added to a path that a report uses for something else, such as "the
+    loss".
     """
     names = [argument.name for argument in arguments]
     counts = Counter([THE_LOSS, ALL, AN_INTERMEDIATE_VALUE, *names])
@@ -220,7 +220,7 @@ def _refuse_refs(jaxpr: Jaxpr) -> None:
     for eqn in equations(jaxpr):
         if any(map(is_ref, eqn.outvars)):
             raise TypeError(
-                "diagnose cannot follow numbers through a jax.Ref, such as the one "
+                "diagnose cannot follow values through a jax.Ref, such as the one "
                 f"made at {line_of(eqn)}. Compute new arrays in the loss function "
                 "instead of changing one in place"
             )

@@ -1,14 +1,14 @@
 """Runs loops and branches in Python, one iteration after the other, on pairs.
 
-Each iteration makes its own notes, so they show in which iteration numbers go wrong.
-Which branch runs and when a loop ends depends on the values that the program computes,
-not on their references.
+Each iteration makes its own notes, so the notes show in which iteration values go
+wrong. Which branch runs, and when a loop ends, depends on the values that the program
+computes, not on their references.
 
 The examples of a `while` under `vmap` may need different numbers of iterations. So may
 the devices of a `shard_map`, which may also take different branches. The body or branch
-then runs on the whole array, and its results are kept only for the *active* examples or
-devices: those whose loop continues, or that take the branch. If a loop halves `x` while
-`x > 1`, an iteration for three examples is
+then runs on the whole array, but its results are kept only for the *active* examples or
+devices: those whose loop continues, or that take this branch. If a loop halves `x`
+while `x > 1`, an iteration for three examples is
 
     carry      [0.8, 5.0, 9.0]    the first example is inactive
     body of    [5.0, 5.0, 9.0]    a copy of an active example takes its place
@@ -16,7 +16,7 @@ devices: those whose loop continues, or that take the branch. If a loop halves `
     new carry  [0.8, 2.5, 4.5]    the results of active examples only
 
 Without the copies, the body would run on the 0.8 as well. In another loop, this might
-overflow, and a note would report an overflow that the program never has.
+overflow, and a note would report an overflow that does not happen in the program.
 """
 
 import itertools
@@ -35,7 +35,8 @@ from optax_lossscale._programs.walk import carry_positions, first_inner_operand
 RunsProgram = Callable[..., list[Value]]
 """A function that runs a program on values: `run(program, values)`.
 
-For iteration `n` of a loop, call `run(program, values, (n,))`, so that notes hold `n`.
+For iteration `n` of a loop, call `run(program, values, (n,))`, so that its notes
+contain `n`.
 """
 
 
@@ -48,8 +49,8 @@ def scan(
       instruction: the `scan`.
       operands: its operands: the constants, the initial carry, and the arrays to scan.
       run: runs the body.
-      axis: the axis of the arrays along which the iterations lie. It comes after one
-        axis of devices for each `shard_map` around the loop.
+      axis: the axis of the arrays along which the iterations lie. Before it, there is
+        one axis of devices for each `shard_map` around the loop.
     """
     (body,) = instruction.programs
     eqn = instruction.eqn
@@ -84,8 +85,8 @@ def while_loop(
     body_consts = operands[n_cond_consts:n_consts]
     carry = list(operands[n_consts:])
     for n in itertools.count():
-        (goes_on,) = run(condition, [*cond_consts, *carry], (n,))
-        active = np.asarray(goes_on.pair.actual)
+        (continues,) = run(condition, [*cond_consts, *carry], (n,))
+        active = np.asarray(continues.pair.actual)
         if not active.any():
             break
         active_carry = _with_inactive_filled(active, carry)
@@ -155,8 +156,8 @@ def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
     """Slices a stack into a value for each iteration.
 
     If a loop made the stack, each row gets back the note that it had in that loop. So
-    in a backward pass, errors can be followed into the iteration of the forward pass
-    that made them.
+    errors in a backward pass can be followed back into the iteration of the forward
+    pass that made them.
     """
     pair = jax.tree.map(_on_host, stack.pair)
     all_devices = [slice(None)] * axis

@@ -1,4 +1,4 @@
-"""Notes: how accurate and how large each result is, and what it was computed from.
+"""Notes: the error and magnitude of each result, and what it was computed from.
 
 A `Note` belongs to one result of one equation, in one iteration of the loops around the
 equation. Its `reads` are the notes of the operands, so the notes of a run form a graph.
@@ -25,7 +25,7 @@ from optax_lossscale._programs.values import is_inexact_dtype
 THE_LOSS = "the loss"
 """The name of the loss in reports.
 
-An argument whose path is this name, or one of the next two, has a number added to it.
+An argument whose path is this name, or one of the next two, gets a number in its name.
 """
 
 ALL = "all"
@@ -42,19 +42,19 @@ SUMS = Trait.ADDS_TWO | Trait.ADDS_MANY
 class Origin:
     """What values come from: an equation, or an argument of the program.
 
-    If a loop or branch only moves numbers, such as the rows of a stack, their origin is
-    still that of the equation that computed the numbers, as changed by `moved`.
+    If a loop or branch only moves values, such as the rows of a stack, their origin is
+    still that of the equation that computed them, as changed by `moved`.
 
     Attributes:
       name: the path of an argument; "" for an equation.
       is_parameter: whether the gradient is with respect to this argument.
-      primitive: JAX's name of the operation; "" if it is an argument, or moved.
+      primitive: JAX's name of the operation; "" for an argument or a moved value.
       source: the user's line that made the equation.
       scope: the equation's scopes, such as `encoder/layer_3`.
-      is_derivative: whether JAX transposed the equation: for the backward pass of the
-        loss, or for a derivative inside the loss function, where `Note.is_backward` is
-        False.
-      terms: how many terms each number of a product or sum adds up.
+      is_derivative: whether JAX transposed the equation. JAX does so for the backward
+        pass of the loss, and for a derivative inside the loss function, where
+        `Note.is_backward` is False.
+      terms: how many terms are added up in each element of a product or sum.
       stays_narrow: whether it computes in 16 bits even on wider floats.
       has_lost_constant: whether it adds 0 or an infinity in 16 bits, or multiplies by
         an infinity. The user may have written another constant, which was rounded.
@@ -72,15 +72,15 @@ class Origin:
 
     @property
     def moved(self) -> "Origin":
-        """The origin of the same numbers after a loop or branch has moved them."""
+        """The origin of the same values after a loop or branch has moved them."""
         return dataclasses.replace(self, primitive="", stays_narrow=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Note(Figures):
-    """The error and size of one result of an equation, in one iteration of its loops.
+    """The error and magnitude of an equation's result, in one iteration of its loops.
 
-    Print it for its line, layer and iteration, such as
+    Print it to see its operation, line, layer and iteration, such as
     `exp at model.py:12 (f) [encoder/layer_3, iteration 2]`.
 
     Attributes:
@@ -89,14 +89,14 @@ class Note(Figures):
       position: the position of the result among the results of its equation.
       iterations: the iteration of each loop around the equation, counted from 0, the
         outermost loop first; empty outside loops.
-      is_backward: whether the result belongs to the backward pass. If it does, and this
-        pass is linear, it is proportional to the loss scale.
-      reads: the notes of the operands. They are left out of a report, because with them
+      is_backward: whether the result belongs to the backward pass, that is, depends on
+        the loss scale. If this pass is linear, the result is proportional to the scale.
+      reads: the notes of the operands. In a report they are empty, because with them,
         each note would keep all earlier notes in memory.
       worst_operand_error: the largest `error` of an operand. If `error` is far larger,
         the equation itself is to blame.
       nearest: the parameters from which the fewest equations lead to the result. They
-        tell the layer where no scope does, and are set in a report only.
+        tell the layer where no scope does. They are set only in a report.
     """
 
     origin: Origin
@@ -110,7 +110,7 @@ class Note(Figures):
 
     @property
     def is_computed(self) -> bool:
-        """Whether an equation computed the result: it is no argument, and not moved."""
+        """Whether an equation computed it, so it is neither an argument nor moved."""
         return self.origin.primitive != ""
 
     @property
@@ -133,17 +133,17 @@ class Note(Figures):
 
     @property
     def result(self) -> tuple[Origin, int, tuple[int, ...]]:
-        """A key for a computed result, equal in all runs of the program."""
+        """The key of a computed result, the same in all runs of the program."""
         return self.origin, self.position, self.iterations
 
     @property
     def primitive(self) -> str:
-        """JAX's name of the operation, such as `dot_general`; an argument's path."""
+        """JAX's name of the operation, such as `dot_general`, or an argument's path."""
         return self.origin.primitive or self.origin.name
 
     @property
     def source(self) -> str:
-        """The user's line, with file and function, that made it; "" for an argument."""
+        """The user's line that made it, with file and function; "" for an argument."""
         return self.origin.source
 
     @property
@@ -155,7 +155,7 @@ class Note(Figures):
     def line(self) -> str:
         """The operation and its source line.
 
-        It is `exp at model.py:12 (f)`, for example.
+        An example is `exp at model.py:12 (f)`.
         """
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
@@ -166,7 +166,7 @@ class Note(Figures):
 
     @property
     def row(self) -> "Note":
-        """This note for a report: without its `reads`, and with its `nearest`."""
+        """This note for a report, without its `reads` and with its `nearest`."""
         return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
     def has_any(self, traits: Trait) -> bool:
@@ -186,7 +186,7 @@ def note_of(
     """Builds the note of a result or an argument.
 
     Args:
-      figures: how far it is from its reference, and how large it is.
+      figures: its error and magnitude.
       origin: the equation or the argument.
       dtype: its dtype.
       reads: the notes of the operands, from which `is_backward` and
@@ -248,8 +248,8 @@ def least_infinite(dtype: np.dtype | type[np.generic]) -> float:
     info = jnp.finfo(dtype)
     largest = float(info.max)
     _, exponent = math.frexp(largest)
-    # This is half the distance between the two largest numbers. A number that exceeds
-    # the largest by less than this is rounded down to it.
+    # This is half the distance between the two largest numbers. If a number exceeds the
+    # largest by less than this, it is rounded down to the largest.
     half_step = math.ldexp(float(info.eps), exponent - 2)
     return largest + half_step
 

@@ -7,8 +7,8 @@ For `y = x.astype(float16) * 3`, with `x` in float32, the pairs are
     the cast  0.09998 in float16     0.1 in float32
     y         0.2998 in float16      0.3 in float32
 
-and the difference in the last row is the error of `y`. `compute` applies all equations
-of a piece, a sequence of consecutive equations, to pairs, inside `jit`.
+and the difference in the last row is the error of `y`. `compute` applies the equations
+of a piece to pairs, inside `jit`. A piece is a sequence of consecutive equations.
 """
 
 import functools
@@ -33,15 +33,13 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 
+# Options with which XLA compiles faster on CPUs, because it optimizes less. Most pieces
+# run so few times that compiling them takes longer than running them.
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""Options with which XLA compiles faster on CPUs, because it optimizes less.
-
-Most pieces run so few times that compiling them takes longer than running them.
-"""
 
 
 class Widths(NamedTuple):
@@ -87,20 +85,23 @@ class Pair(NamedTuple):
 
     @property
     def as_operand(self) -> "Pair":
-        """The pair as later equations read it, with one choice for both arrays.
+        """The pair as later equations read it, in which a choice is its own reference.
 
-        A choice of the program, such as an index, replaces the reference's choice.
+        So the reference follows the choices of the program, such as indices.
         """
         return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
 
     @property
     def figures(self) -> Figures:
-        """The error and size of floats, or the share of choices that differ."""
+        """The error and magnitude of floats, or the share of choices that differ.
+
+        Each access copies both arrays to the host, and compares them anew.
+        """
         if not is_inexact(self.actual):
             return figures_of_choices(self.actual, self.reference)
         dtype = wide_dtype(self.actual.dtype, FLOAT32)
         actual = np.asarray(self.actual, dtype)
-        # A float64 number above float32's range becomes infinite.
+        # A float64 element above float32's range becomes infinite.
         with np.errstate(over="ignore"):
             reference = np.asarray(self.reference, dtype)
         return figures_of(actual, reference)
@@ -125,7 +126,7 @@ def compute(piece: Piece, widths: Widths, inputs: Sequence[Pair]) -> list[list[P
 
     Returns:
       The results of each instruction. If a result is a choice, its reference is the
-      choice that the reference makes by itself, not the one that it follows later.
+      choice that the wider floats lead to, not the one that they follow later.
     """
     env = {}
     for v, pair in zip(piece.reads, inputs, strict=True):
@@ -145,8 +146,8 @@ def compute(piece: Piece, widths: Widths, inputs: Sequence[Pair]) -> list[list[P
 def _resharded(v: Var, pair: Pair) -> Pair:
     """Gives the arrays of a pair the sharding that the variable had when traced.
 
-    Arrays lose it where they pass through the host. If an axis of the mesh is explicit,
-    JAX refuses operands with another sharding.
+    Arrays lose this sharding where they pass through the host. If an axis of the mesh
+    is explicit, JAX refuses operands with another sharding.
     """
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
@@ -182,9 +183,9 @@ def _with_same_pivots(
 ) -> list[Pair]:
     """Makes the reference follow the pivots that an LU or QR decomposition chooses.
 
-    Two decompositions can be compared only if their pivots are the same. So the
-    reference of the matrix is put in the order of the actual pivots, and then factored
-    in that order.
+    Two decompositions can be compared only if their pivots are the same. So the rows
+    or columns of the matrix's reference are put in the order of the actual pivots, and
+    then the reference is factored in that order.
     """
     if eqn.primitive is lax.linalg.lu_p:
         factors, pivots, order = pairs

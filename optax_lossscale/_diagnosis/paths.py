@@ -1,9 +1,9 @@
 """Paths through the graph of notes, from a result back towards the arguments.
 
-A note holds the notes of its operands. `path_from` goes from a note to the note of one
-operand, for example of the one that is off the most, and so on. `jump` finds where on
-the path a size, such as the error, grows most. `fault` looks for a jump of the error,
-and `scale` for a jump of the largest number.
+A note holds the notes of its operands. `path_from` goes from a note to that of one
+operand, such as the operand that is off the most, from there to one of its operands,
+and so on. `jump` finds where a measure grows most on the path. `fault` looks for a jump
+of the error, and `scale` for a jump of the largest magnitude.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,22 +27,23 @@ def path_from(note: Note, step: Callable[[Note], Note | None]) -> list[Note]:
 
 
 def jump(
-    path: Sequence[Note], sizes: Sequence[float], min_factor: float
+    path: Sequence[Note], measures: Sequence[float], min_factor: float
 ) -> Note | None:
-    """Finds the note on a path at which a size grows most.
+    """Finds the note on a path at which a measure, such as the error, grows most.
 
-    A path leads back from a result, so sizes grow from its end to its beginning. The
-    sizes 8, 8 and 1 for the path `[c, b, a]` grow at `b`, by a factor of 8.
+    A path leads back from a result, so the measure grows from its end to its beginning.
+    The measures 8, 8 and 1 for the path `[c, b, a]` grow at `b`, by a factor of 8.
 
     Args:
       path: the notes, from a result back.
-      sizes: a positive size for each note. One more may follow, to compare the size of
-        the last note with. Without it, nothing can grow at the last note.
+      measures: a positive number for each note. One more may follow, with which that of
+        the last note is compared. Without it, nothing can grow at the last note.
       min_factor: the smallest factor that counts as growth.
 
     Returns:
-      The note, or None if no size grows by a factor of `min_factor` or more.
+      The note, or None if the measure grows nowhere by a factor of `min_factor` or
+      more.
     """
-    growth = [size / earlier for size, earlier in pairwise(sizes)]
+    growth = [measure / earlier for measure, earlier in pairwise(measures)]
     most = max(growth, default=0.0)
     return path[growth.index(most)] if most >= min_factor else None

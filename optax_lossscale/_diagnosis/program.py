@@ -1,8 +1,9 @@
 """Divides a traced program into pieces, each of which is compiled or run by Python.
 
-An *instruction* is an equation, prepared once for all runs: with its source line, and
-with the variables that can be freed after it. A *piece* is a sequence of consecutive
-instructions, which are compiled as one function. A piece ends after each product:
+An *instruction* is an equation that is prepared once for all runs. For example, it
+holds the equation's source line, and the variables that can be freed after it. A
+*piece* is a sequence of consecutive instructions that are compiled as one function. A
+piece ends after each product:
 
     relu(relu(x @ v) @ w) @ u    becomes    x @ v  |  relu, @ w  |  relu, @ u
 
@@ -39,14 +40,12 @@ from optax_lossscale._programs.versions import is_transposed, name_of, scopes_of
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import count_terms
 
+# The equations whose programs Python runs, if they compute with floats.
 _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS
-"""The equations whose programs Python runs, if they compute with floats."""
 
+# The scopes that JAX and `autocast` add. A scope with an arrow is the formula of an
+# `einsum`.
 _ADDED_SCOPES = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
-"""The scopes that JAX and `autocast` add.
-
-A scope with an arrow is the formula of an `einsum`.
-"""
 
 
 class Instruction(NamedTuple):
@@ -54,9 +53,9 @@ class Instruction(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      operands: its operands. A new variable stands for each literal, whose value
-        becomes a constant of the program. So pieces that differ only in literals are
-        equal.
+      operands: its operands. Each literal is replaced with a new variable, and its
+        value becomes a constant of the program. So pieces that differ only in literals
+        are equal.
       origin: the operation, source line and scope of the equation.
       programs: the programs of a loop, branch or `shard_map` that Python runs; empty
         for any other equation.
@@ -82,9 +81,9 @@ class Piece(NamedTuple):
 
     Attributes:
       instructions: the instructions, in order.
-      reads: the variables that it reads, without those that it computes itself.
-      key: if two pieces have equal keys, they compute the same function of `reads`, and
-        can share a compiled function.
+      reads: the variables that it reads but does not compute itself.
+      key: the key of its compiled function. If two pieces have equal keys, they compute
+        the same function of `reads`.
     """
 
     instructions: Sequence[Instruction]
@@ -160,8 +159,8 @@ def _instruction(
 def _jaxprs_for_python(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
     """Lists the jaxprs of a loop, branch or `shard_map` that computes with floats.
 
-    For any other equation, it returns none. If no operand and no result is a float, an
-    equation has no errors to note, and is compiled like any other.
+    For any other equation, the list is empty. A loop, branch or `shard_map` without
+    floats has no errors to note, so it is compiled like any other equation.
     """
     if not traits(eqn) & _RUN_IN_PYTHON or runs_no_iterations(eqn):
         return ()
@@ -173,7 +172,7 @@ def _noted_positions(eqn: JaxprEqn) -> Container[int]:
     """Returns the positions of the results that get a note of their own.
 
     These are floats that are computed, and choices that depend on floats. A slice gets
-    a note, too, although it computes nothing: it may lack the largest numbers.
+    a note, too, although it computes nothing, because it may lack the largest elements.
     """
     if keeps_numbers(eqn) and Trait.SELECTS not in traits(eqn):
         return ()
@@ -185,7 +184,7 @@ def _noted_positions(eqn: JaxprEqn) -> Container[int]:
 def _origin_of(eqn: JaxprEqn, outer: Origin) -> Origin:
     """Builds the origin of an equation.
 
-    Its scope is JAX's name stack without what JAX and autocast add to it: the stack
+    Its scope is JAX's name stack without what JAX and `autocast` add. For example,
     `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
     scopes = [outer.scope] if outer.scope else []
@@ -236,8 +235,8 @@ def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 def _piece_of(instructions: Sequence[Instruction]) -> Piece:
     """Builds a piece from a group of instructions.
 
-    Its key has numbers in place of variables, in the order of appearance, so the keys
-    of two pieces can be equal although their variables differ.
+    In its key, the variables are numbered in the order of appearance, so the keys of
+    two pieces can be equal although their variables differ.
     """
     numbers: dict[Var, int] = {}
     reads = []

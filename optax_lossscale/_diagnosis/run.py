@@ -1,18 +1,21 @@
 """Runs a gradient on pairs: at a loss scale of 1, and at the scale that fits.
 
-The run at 1 predicts which scale fits. If the largest number of its backward pass is
-2**6, a scale of 2**10 overflows in float16, so 2**9 is the largest scale, and the one
-that fits is `MARGIN` bits smaller. This holds if the backward pass is linear in the
-scale, but not every one is: clipping in a custom derivative is not. So if the backward
-pass computes in float16, the gradient also runs at the predicted scale. That run
-confirms the prediction, or predicts another scale to try.
+The run at 1 predicts which scale fits. If the largest element of its backward pass is
+2**6, a scale of 2**10 overflows in float16. So the largest usable scale is 2**9, and
+the scale that fits is `MARGIN` bits smaller. The prediction is right if the backward
+pass is linear in the scale. Not every backward pass is: one that clips in a custom
+derivative is not. So if the backward pass computes in float16, the gradient also runs
+at the predicted scale. That run confirms the prediction, or predicts another scale to
+try.
 
 The program runs once more, in float32 with its own choices, beside float64, if a result
 is off, not finite in float32, or not in proportion to the scale, or if float32 would
 choose differently. If float32 and float64 are far apart as well, then float32 does not
-determine the result, and 16 bits are not to blame for it.
+determine the result, and 16 bits are not to blame for its error.
 """
 
+import dataclasses
+import functools
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -35,19 +38,18 @@ from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.values import Array
 
+# How many scales to try if the backward pass is not linear, a heuristic.
 _TRIES = 6
-"""How many scales to try if the backward pass is not linear, a heuristic."""
 
+# After a scale that overflows, the next scale to try is this many bits smaller. A
+# heuristic: an infinity does not show by how much the scale is too large. With a
+# smaller step, `_TRIES` runs may not reach a scale without an overflow. With a larger
+# step, the scale that is found may be smaller than it needs to be.
 _STEP_DOWN = 4
-"""How many bits smaller the next scale to try is, after one that overflows.
-
-A heuristic: an infinity does not show by how much the scale is too large. With a
-smaller step, `_TRIES` runs may not reach a scale without an overflow. With a larger
-one, the scale that is found may be smaller than it has to be.
-"""
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
     """One run of a gradient, at one loss scale.
 
     Attributes:
@@ -64,12 +66,12 @@ class Run(NamedTuple):
     aux: list[Value]
     notes: list[Note]
 
-    @property
+    @functools.cached_property
     def results(self) -> dict[str, Value]:
         """The loss and the gradients, by name."""
         return {THE_LOSS: self.loss, **self.grads}
 
-    @property
+    @functools.cached_property
     def by_result(self) -> dict[Hashable, Note]:
         """The notes by `Note.result`, which is the same in all runs."""
         return {note.result: note for note in self.notes}
@@ -86,7 +88,7 @@ class Run(NamedTuple):
 
 
 def _are_finite(arrays: Iterable[Array]) -> bool:
-    """Whether all numbers in all arrays are finite."""
+    """Whether every element of all arrays is finite."""
     return all(np.isfinite(x).all() for x in arrays)
 
 
@@ -94,10 +96,10 @@ class Fit(NamedTuple):
     """The loss scale that fits, and the run by which it was found.
 
     Attributes:
-      run: the last run with finite gradients, at `scale` or at a larger one. It is the
-        run at 1 if no other run has finite gradients, or if none was needed.
+      run: the last run with finite gradients, at `scale` or at a larger scale. It is
+        the run at 1 if no other run has finite gradients, or if no other was needed.
       scale: the scale that fits. It is None if no run has finite gradients, if the loss
-        is not finite, or if the reference of the loss or of a gradient is not.
+        is not finite, or if the reference of the loss or of a gradient is not finite.
       overflow: the cause of the first overflow at a larger scale, if there is one.
     """
 
@@ -114,10 +116,9 @@ class Runs(NamedTuple):
       at_1: the run at a loss scale of 1.
       fit: the loss scale that fits, with its run.
       in_float32: the run in float32, with its own choices, beside float64, at the loss
-        scale of `fitting`. It is None unless something in `fitting` is in doubt: a
-        value that is off, a loss or gradient that is not finite in float32, a gradient
-        that is not in proportion to the scale, or a choice that float32 would make
-        differently.
+        scale of `fitting`. It is None unless `fitting` has a value that is off, a loss
+        or gradient that is not finite in float32, a gradient that is not in proportion
+        to the scale, or a choice that float32 would make differently.
     """
 
     parameters: dict[str, Array]
@@ -127,7 +128,7 @@ class Runs(NamedTuple):
 
     @property
     def fitting(self) -> Run:
-        """The run whose results are judged: see `Fit.run`."""
+        """The run whose results are judged, as `Fit.run` describes."""
         return self.fit.run
 
     @property
@@ -141,7 +142,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(gradient: Gradient) -> Runs:
-    """Runs a gradient at a scale of 1, and if needed at other scales and in float32."""
+    """Runs a gradient at scale 1 and, if needed, at other scales and in float32."""
     program = program_of(gradient.jaxpr, Origin())
     shadow = run_to_seed(program, gradient.arguments, AS_WRITTEN)
     at_1 = _run(shadow, gradient, 1.0)
@@ -161,12 +162,11 @@ def _is_in_doubt(at_1: Run, run: Run) -> bool:
       at_1: the run at a loss scale of 1, which shows what is not linear in the scale.
       run: the run whose results are judged.
     """
-    results_at_1 = at_1.results
     for name, value in run.results.items():
         note = value.note
         if note is None:
             continue
-        deviation = out_of_proportion(results_at_1[name].note, note, run.scale)
+        deviation = out_of_proportion(at_1.results[name].note, note, run.scale)
         is_off = max(note.error, deviation) > TOLERANCE
         if is_off or not note.is_reference_finite:
             return True
@@ -201,8 +201,8 @@ def _fit_by_trial(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -
 
     A run with finite gradients confirms its scale if it predicts either no overflow at
     all, or a scale that is at most twice as large. If the backward pass is linear in
-    the scale, the first run confirms the prediction. If it is not, the sizes of the
-    numbers in each run predict the next scale to try.
+    the scale, the first run confirms the prediction. If it is not, the magnitudes in
+    each run predict the next scale to try.
 
     Args:
       shadow: the gradient, which has run up to its seed.
@@ -212,7 +212,7 @@ def _fit_by_trial(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -
 
     Returns:
       The fit of the first run that confirms its scale. If none of `_TRIES` runs does,
-      it is that of the last run with finite gradients, or `fit` if no run has any.
+      the fit of the last run with finite gradients, or `fit` if there is no such run.
     """
     bound = HIGHEST  # no scale above 2**bound fits: it overflows, or is not allowed
     for _ in range(_TRIES):

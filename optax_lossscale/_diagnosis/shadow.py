@@ -1,16 +1,16 @@
 """Runs a program on pairs of values and references, and makes a note of each result.
 
-Running a program beside a copy of itself with wider numbers is called *shadow
-execution*. The forward pass runs once, and the backward pass once for each loss scale,
-the *seed* from which it starts:
+Running a program beside a copy of itself in wider floats is called *shadow execution*.
+The forward pass runs once. The backward pass runs once for each loss scale, the *seed*
+from which it starts:
 
     shadow = run_to_seed(program, arguments, widths)    # the forward pass
     results, notes = shadow(seed)                       # the rest, for one seed
     results, notes = shadow(another_seed)
 
-Python runs loops and branches, one iteration after the other, so each note has the
-number of its iteration. Every other piece is compiled, and the host makes notes of its
-results.
+Python runs loops and branches, one iteration after the other, so each note in a loop
+has the number of its iteration. Every other piece is compiled, and the host makes notes
+of its results.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from optax_lossscale._diagnosis.value import Value, notes_of
 from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
+# The least time between two lines of progress, in seconds.
 _PROGRESS_INTERVAL = 10.0
-"""The least time between two lines of progress, in seconds."""
 
 Env = Mapping[Var, Value]
-"""The value of each variable of a program that is computed and still needed."""
+"""The values of a program's variables that are computed and still needed."""
 
 
 class Argument(NamedTuple):
@@ -64,7 +64,7 @@ def run_to_seed(
 
     Args:
       program: a program whose last argument is the seed.
-      arguments: all arguments but the seed.
+      arguments: all arguments except the seed.
       widths: the dtypes of each pair.
 
     Returns:
@@ -119,13 +119,13 @@ def _value_of(argument: Argument, widths: Widths) -> Value:
 
 
 class _Progress:
-    """Prints to stderr how far a run is, at most every `_PROGRESS_INTERVAL` seconds."""
+    """Prints a run's progress to stderr, at most every `_PROGRESS_INTERVAL` seconds."""
 
     def __init__(self):
         self._printed = time.monotonic()
 
     def report(self, source: str, n_results: int) -> None:
-        """Prints how many results are noted, and which line of the user is reached."""
+        """Prints how many results have notes, and which line of the user is running."""
         if time.monotonic() - self._printed > _PROGRESS_INTERVAL:
             self._printed = time.monotonic()
             progress = f"diagnose: {n_results} results compared, now at {source}"
@@ -136,7 +136,7 @@ class _Progress:
 class _Runner:
     """Runs programs on pairs, and appends the note of each result to `notes`.
 
-    The programs in a loop or `shard_map` run on a copy of the runner with other
+    The programs in a loop or `shard_map` run in a copy of the runner with other
     `iterations` or `devices`. The copy shares its other fields with the original, so
     all notes are in one list, in the order of execution.
 
@@ -146,8 +146,9 @@ class _Runner:
       iterations: the current iteration of each loop around the program, the outermost
         first.
       devices: the devices that the program runs on.
-      compiled: the compiled function of each piece, by the piece's key and the devices.
-      progress: prints how far the run is.
+      compiled: the compiled functions: of each piece, by its key and the devices, and
+        of each conversion to or from stacks, by its arguments.
+      progress: prints the progress of the run.
     """
 
     widths: Widths
@@ -206,7 +207,7 @@ class _Runner:
         values: Iterable[Value],
         iterations: tuple[int, ...] = (),
     ) -> list[Value]:
-        """Runs a branch, or an iteration of a loop, with its number in `iterations`."""
+        """Runs a branch, or the iteration of a loop whose number is in `iterations`."""
         inside = dataclasses.replace(self, iterations=self.iterations + iterations)
         return inside.run(program, values)
 
@@ -218,9 +219,23 @@ class _Runner:
         params = instruction.eqn.params
         devices = self.devices.inside(instruction.eqn)
         inside = dataclasses.replace(self, devices=devices)
-        stacks = map(devices.enter, operands, params["in_specs"])
+        to_stack = functools.partial(self._converted, Devices.enter, devices)
+        from_stack = functools.partial(self._converted, Devices.exit, devices)
+        stacks = map(to_stack, operands, params["in_specs"])
         results = inside.run(program, stacks)
-        return list(map(devices.exit, results, params["out_specs"]))
+        return list(map(from_stack, results, params["out_specs"]))
+
+    def _converted(
+        self, conversion: Callable, devices: Devices, value: Value, spec: jax.P
+    ) -> Value:
+        """Applies `Devices.enter` or `Devices.exit`, compiled once for its arguments.
+
+        Otherwise, each iteration of a loop around the `shard_map` would compile anew.
+        """
+        key = (conversion, devices, spec)
+        if key not in self.compiled:
+            self.compiled[key] = jax.jit(conversion(devices, spec))
+        return value.map(self.compiled[key])
 
     def _run_compiled(self, piece: Piece, env: Env) -> Env:
         """Compiles and runs a piece; returns its operands and results."""

@@ -19,8 +19,9 @@ class Value(NamedTuple):
 
     Attributes:
       pair: the value and its reference.
-      note: how far the two are apart, and from what they were computed; None for a
-        constant, which is exact.
+      note: how far the two are apart, and from what they were computed. It is None for
+        constants, and for moved constants and integers computed from constants alone:
+        all of these are exact.
       row_notes: the note of each row, if a loop stacked the value from its iterations.
     """
 
@@ -34,12 +35,12 @@ class Value(NamedTuple):
 
 
 def notes_of(values: Iterable[Value]) -> list[Note]:
-    """Collects the notes of values, leaving out constants."""
+    """Collects the notes of those values that have one."""
     return [value.note for value in values if value.note is not None]
 
 
 def moved_value(pair: Pair, sources: Iterable[Value]) -> Value:
-    """Builds a value from numbers of other values, such as rows joined in a stack.
+    """Builds a value from elements of others, such as a stack from its rows.
 
     Floats get a new note, which reads the notes of the sources. Integers and booleans
     keep the note of the first source that has one.

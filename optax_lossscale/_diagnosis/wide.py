@@ -6,9 +6,9 @@ if each parameter that names a narrow dtype is changed to name the wide one:
 `x.astype(bfloat16)` becomes a cast to float32, which rounds nothing. Matrix products
 and convolutions use all digits of the wide dtype.
 
-An equation is *fixed* if it can only run in the dtypes that it was traced in, as a
-kernel does. Its operands are cast to those dtypes, and its results are widened. So the
-rounding errors of the equation itself are in the reference as well, and are not found.
+Some equations, such as kernels, can only run in the dtypes in which they were traced.
+Their operands are cast to those dtypes, and their results are widened. So the rounding
+errors of such an equation itself are in the reference as well, and are not found.
 """
 
 import functools
@@ -33,11 +33,9 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
 from optax_lossscale._programs.walk import carry_positions
 
+# The precision of products in the reference. By default, some devices multiply float32
+# matrices with fewer digits than float32 has.
 _ALL_DIGITS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-"""The precision of products in the reference.
-
-By default, some devices multiply float32 matrices with fewer digits than float32 has.
-"""
 
 
 @functools.cache
@@ -65,8 +63,8 @@ def in_wide(
     Args:
       eqn: the equation.
       operands: arrays, with the floats in `wide` or wider.
-      wide: the dtype to compute in, or None to run the equation as it was traced, on
-        operands in its own dtypes.
+      wide: the dtype to compute in. If it is None, the equation runs as it was traced,
+        on operands in its own dtypes.
     """
     if wide is None:
         return _apply(eqn, operands)
@@ -77,8 +75,8 @@ def in_wide(
         results = _apply_as_traced(eqn, operands, wide)
         empty_stacks = results[len(carry) :]
         return [*carry, *empty_stacks]
-    # An operation on the bits of a number means nothing on the bits of another dtype.
-    if _is_fixed(eqn) or Trait.OF_BITS in traits(eqn):
+    # An operation on the bits of a float means nothing on the bits of another dtype.
+    if _has_fixed_dtypes(eqn) or Trait.OF_BITS in traits(eqn):
         return _apply_as_traced(eqn, operands, wide)
     return _apply_rewritten(eqn, operands, wide)
 
@@ -87,10 +85,10 @@ def stays_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation computes in 16 bits or fewer even in the wide program.
 
     A report lists such an equation as not compared. An operation on bits also runs as
-    traced, but does not count: its reference is meant to have the same bits, such as
+    traced, but does not count, because its reference must have the same bits, such as
     those of a random number.
     """
-    if not _is_fixed(eqn) or runs_no_iterations(eqn):
+    if not _has_fixed_dtypes(eqn) or runs_no_iterations(eqn):
         return False
     eqns = [eqn]
     for program in _programs_held(eqn):
@@ -107,13 +105,13 @@ def runs_no_iterations(eqn: JaxprEqn) -> bool:
     return Trait.SCANS in traits(eqn) and eqn.params["length"] == 0
 
 
-def _is_fixed(eqn: JaxprEqn) -> bool:
-    """Whether an equation can only run in the dtypes that it was traced in.
+def _has_fixed_dtypes(eqn: JaxprEqn) -> bool:
+    """Whether an equation can only run in the dtypes in which it was traced.
 
     This is true of an operation that is not in the table of `operations.py`, of a
-    kernel or a callback, and of an equation that holds a program, whose dtypes are
-    fixed. A scatter is an exception: the `lax` function that applies it traces the held
-    program anew.
+    kernel or a callback, and of an equation that holds a program, because the dtypes of
+    the program are fixed. A scatter is an exception: the `lax` function that applies it
+    traces the program in it anew.
     """
     is_unknown = name_of(eqn) not in TABLE
     if is_unknown or Trait.OPAQUE in traits(eqn):
@@ -122,7 +120,7 @@ def _is_fixed(eqn: JaxprEqn) -> bool:
 
 
 def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """Lists the programs in an equation's parameters, even any that it does not run."""
+    """Lists all programs in an equation's parameters, even those it does not run."""
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     return list(filter(is_program, leaves))
 
@@ -130,8 +128,8 @@ def _programs_held(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 def _is_scatter(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scatter.
 
-    A scatter holds a program that combines an old number with a new one, such as by
-    adding them.
+    A scatter holds a program that combines an old element with a new one, for example
+    by adding them.
     """
     return "update_jaxpr" in eqn.params
 
@@ -162,7 +160,7 @@ def _apply_as_traced(
 def _apply_rewritten(
     eqn: JaxprEqn, operands: Sequence[Array], wide: np.dtype
 ) -> list[Array]:
-    """Applies an equation after replacing the narrow dtypes in its parameters."""
+    """Applies an equation with wide dtypes in place of the narrow ones it names."""
     params = dict(eqn.params)
     # In wide floats, `reduce_precision` of a narrow value rounds nothing, like a cast.
     is_rounding = "mantissa_bits" in params
