@@ -64,7 +64,7 @@ _positive = partial(
     validation.number_between,
     least=validation.SMALLEST_NORMAL,
     most=1e6,
-    allowed="above 0 and at most 1e6, normal in float32",
+    allowed="a number in (0, 1e6], normal in float32",
 )
 
 

@@ -100,9 +100,7 @@ def test_what_is_no_array_is_refused_by_its_place():
         lambda: ols.value_and_scaled_grad(lambda params: 0.0, LS)(params),
         lambda: ols.with_loss_scale(optax.sgd(0.1)).init(params),
     ):
-        with pytest.raises(
-            TypeError, match="got 'last' at layers/1/name, which is not"
-        ):
+        with pytest.raises(TypeError, match="the leaf at layers/1/name is 'last'"):
             refused()
 
 
