@@ -9,7 +9,7 @@ call. All three ways to take a step end in `ScaledStep.step`, in `step.py`::
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import optax
 from jax.typing import ArrayLike
@@ -30,20 +30,6 @@ from optax_lossscale._step.step import ScaledStep
 from optax_lossscale._step.update import as_transformation
 
 
-class _Update(Protocol):
-    """The type of `LossScaledTransformation.update`."""
-
-    def __call__(
-        self,
-        updates: Any,
-        state: LossScaleState,
-        params: Any = None,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]: ...
-
-
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optimizer for scaled gradients, which `with_loss_scale` returns.
 
@@ -59,7 +45,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """
 
     init: Callable[[Any], LossScaleState]  # pyrefly: ignore[bad-override]
-    update: _Update  # pyrefly: ignore[bad-override]
+    update: ScaledStep  # pyrefly: ignore[bad-override]
 
     def apply_gradients(
         self,
