@@ -134,6 +134,21 @@ def test_without_bounds_a_change_that_float32_cannot_hold_does_not_take_place():
     assert last.exhausted()
 
 
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        ols.DynamicLossScale(),
+        ols.HeadroomLossScale(),
+        ols.presets.ToleranceLossScale(),
+        ols.FixedLossScale(2),
+    ],
+    ids=lambda loss_scale: type(loss_scale).__name__,
+)
+def test_a_new_loss_scale_is_not_exhausted(loss_scale):
+    assert not loss_scale.exhausted()
+    ols.raise_if_stuck(loss_scale)
+
+
 @pytest.mark.parametrize(("floor", "start"), [(1.0, 4.0), (None, 2.0**-124)])
 def test_exhausted_at_an_overflow_that_can_lower_nothing(floor, start):
     config = {"initial_scale": start, "growth_interval": 1, "min_scale": floor}
