@@ -74,11 +74,16 @@ class RollingSkipRule(SkipRule):
         mean of its row of the window.
         """
         count = self.seen.astype(jnp.float32)
-        total = jnp.sum(self._window, axis=1)
-        mean = total / jnp.maximum(count, 1)
-
         is_filled = jnp.arange(self.length) < self.seen
-        residuals = self._window - mean[:, None]
+
+        # How far the number is above each of the window. If all are the same, these are
+        # zeros. A mean of the window would be rounded, to one value here and perhaps to
+        # another there, where XLA computes it twice, and a constant would be a spike.
+        excess = numbers[:, None] - self._window
+        excess = jnp.where(is_filled, excess, 0)
+        mean_excess = jnp.sum(excess, axis=1) / jnp.maximum(count, 1)
+
+        residuals = excess - mean_excess[:, None]
         residuals = jnp.where(is_filled, residuals, 0)
         squares = jnp.square(residuals)
         sum_of_squares = jnp.sum(squares, axis=1)
@@ -86,4 +91,4 @@ class RollingSkipRule(SkipRule):
         variance = sum_of_squares / degrees_of_freedom
         deviation = jnp.sqrt(variance)
         deviation = jnp.maximum(deviation, self.least_deviation)
-        return numbers - mean <= self.sigma_factor * deviation
+        return mean_excess <= self.sigma_factor * deviation

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import AS_USERS_DO
 
 import optax_lossscale as ols
 from optax_lossscale import skips
@@ -45,7 +46,6 @@ repeated = lambda numbers: st.lists(
 ).map(lambda pairs: np.repeat(*zip(*pairs, strict=True))[:STEPS])  # fmt: skip
 
 
-@jax.jit
 def followed(rule, norms, losses):
     """The last rule, and of each step whether it is applied, whatever else the rule keeps."""
 
@@ -55,6 +55,10 @@ def followed(rule, norms, losses):
         return rule, (should_apply, jnp.isnan(jnp.concatenate(leaves)).any())
 
     return jax.lax.scan(step, rule, (norms, losses))
+
+
+followed_as_by_users = jax.jit(followed, compiler_options=AS_USERS_DO)
+followed = jax.jit(followed)
 
 
 @each_rule
@@ -124,6 +128,17 @@ def test_arguments_and_defaults_are_their_owners():
         name: getattr(skips, name) for name in skips.__all__ if name != "SkipRule"
     }
     assert {name: plain(function) for name, function in functions.items()} == SIGNATURES
+
+
+@pytest.mark.parametrize("make", [skips.olmo_core, skips.maxtext, skips.levanter])
+@hypothesis.given(norm=norms, loss=losses)
+def test_a_constant_is_no_spike(make, norm, loss):
+    """However few deviations are allowed, and however XLA rounds a mean."""
+    rule = make(8, 0.25)
+    _, (applied, _) = followed_as_by_users(
+        rule, np.full(STEPS, norm, np.float32), np.full(STEPS, loss, np.float32)
+    )
+    assert applied.all()
 
 
 def test_axlearn_learns_nothing_from_what_it_skips():

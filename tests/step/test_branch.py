@@ -112,7 +112,8 @@ def test_each_form_takes_the_steps_that_a_conditional_takes(
             take(scaled, state, params, value=value)
             for take, (params, state) in zip((expected, step), both, strict=True)
         ]
-        chex.assert_trees_all_close(*both, rtol=1e-5)
+        # Of a parameter that comes near 0, ulps of what it was before are many.
+        chex.assert_trees_all_close(*both, rtol=1e-5, atol=1e-7)
     params, state = both[1]
     assert ols.all_finite(params)
     assert 6 <= state.skipped_steps <= 8
