@@ -1,4 +1,7 @@
-"""Parametrizing tests, so that quick tests are few: the other cases are slow."""
+"""Parametrizing tests, so that quick tests are few: the other cases are slow.
+
+Values are given as a dict by their ids, or as names that are their own ids.
+"""
 
 import itertools
 
@@ -8,9 +11,8 @@ import pytest
 def pairwise(**parameters):
     """Parametrizes a test over combinations in which any two values of two parameters meet.
 
-    Each parameter is a dict of its values by their ids. A fault that takes one value, or two
-    together, shows up in some case, as it would in the full product of all parameters. In quick
-    tests, each value is in some case.
+    A fault that takes one value, or two together, shows up in some case, as it would in the full
+    product of all parameters. In quick tests, each value is in some case.
     """
     names = [*parameters]
     cases = [*itertools.product(*parameters.values())]
@@ -41,19 +43,18 @@ def _parametrized(parameters, cases):
         marks = pytest.mark.slow if its_own <= seen else ()
         seen |= its_own
         arguments = [
-            parameters[name][i] for name, i in zip(parameters, case, strict=True)
+            _value(parameters[name], i)
+            for name, i in zip(parameters, case, strict=True)
         ]
         values.append(pytest.param(*arguments, id="-".join(case), marks=marks))
     return pytest.mark.parametrize(list(parameters), values)
 
 
 def quick(name, cases, *chosen):
-    """Parametrizes a test over the values of a dict, by their ids; those not chosen are slow."""
+    """Parametrizes a test over cases, of which those not chosen are slow."""
     assert set(chosen) <= set(cases)
     mark = lambda case: () if case in chosen else pytest.mark.slow
-    values = [
-        pytest.param(value, id=case, marks=mark(case)) for case, value in cases.items()
-    ]
+    values = [pytest.param(_value(cases, i), id=i, marks=mark(i)) for i in cases]
     return pytest.mark.parametrize(name, values)
 
 
@@ -63,3 +64,7 @@ def one_in(n, name, cases, first=0):
     Of two tests with the same cases, `first` lets one begin where the other leaves out.
     """
     return quick(name, cases, *[*cases][first::n])
+
+
+def _value(cases, i):
+    return cases[i] if isinstance(cases, dict) else i

@@ -277,7 +277,7 @@ def test_leaves_that_share_a_kernel_are_added_up_in_float32(check, dtype):
 
 @product(
     axis_type={str(axis): axis for axis in (AxisType.Auto, AxisType.Explicit)},
-    dtype={name: name for name in ("float16", "bfloat16", "float32", "complex64")},
+    dtype=["float16", "bfloat16", "float32", "complex64"],
 )
 def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
     check = check_of("cpu")

@@ -998,7 +998,7 @@ BACKWARD = {
 }
 
 
-@quick("make", {name: name for name in BACKWARD}, "int8")
+@quick("make", [*BACKWARD], "int8")
 def test_products_that_stand_in_a_backward_pass_alone_are_narrowed(make):
     f, within = BACKWARD[make](), 0.02 if make == "int8" else 0.005
     direct = lambda p, x: f(x, p["w"]) + f(x, p["v"])

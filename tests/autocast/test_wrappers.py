@@ -158,7 +158,7 @@ def unwrapped(layer, bias):
     return run(loss_of(lambda fun: fun, LAYERS[layer]), parameters(bias), X, Y + bias)
 
 
-@product(wrap=WRAPPERS, layer={name: name for name in LAYERS})
+@product(wrap=WRAPPERS, layer=[*LAYERS])
 def test_the_loss_is_the_same_however_a_layer_is_wrapped(wrap, layer):
     bias = 3000.0
     actual = run(loss_of(wrap, LAYERS[layer]), parameters(bias), X, Y + bias)
@@ -221,7 +221,7 @@ def one_by_one(fun):
     return of
 
 
-@product(bias={"goes on": 0, "ends": 3000}, layer={name: name for name in LAYERS})
+@product(bias={"goes on": 0, "ends": 3000}, layer=[*LAYERS])
 def test_a_scan_over_layers_gives_what_they_give_one_by_one(layer, bias):
     """The last sum, too, which no product depends on, is not rounded."""
     p = {

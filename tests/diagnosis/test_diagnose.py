@@ -400,7 +400,7 @@ SPOILED = {
 
 @quick(
     "name",
-    {name: name for name in SPOILED},
+    [*SPOILED],
     *("phases", "residual", "variance", "vanishing", "indices"),
 )
 def test_a_loss_that_16_bits_spoil_is_not_called_fine_and_its_line_is_named(name):
@@ -484,7 +484,7 @@ PICKS = {
 }
 
 
-@product(dtype={"float16": F16, "float32": F32}, pick={name: name for name in PICKS})
+@product(dtype={"float16": F16, "float32": F32}, pick=[*PICKS])
 def test_the_line_of_what_is_picked_is_named_and_not_that_of_picking(pick, dtype):
     def loss_fn(w, x):
         y = (x.astype(F16) * w.astype(F16)) ** 2
@@ -575,7 +575,7 @@ LAYERS_ALIKE = {
 }
 
 
-@one_in(2, "differ_in", {name: name for name in LAYERS_ALIKE})
+@one_in(2, "differ_in", [*LAYERS_ALIKE])
 def test_layers_that_differ_in_little_are_not_taken_for_one(differ_in):
     """Though what is compiled for one serves for all that are alike."""
     first, second = LAYERS_ALIKE[differ_in]

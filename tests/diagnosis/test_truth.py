@@ -339,7 +339,7 @@ NOT_LINEAR = {
 }
 
 
-@one_in(3, "rule", {name: name for name in NOT_LINEAR})
+@one_in(3, "rule", [*NOT_LINEAR])
 def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_finds(
     rule,
 ):

@@ -48,7 +48,7 @@ def step_through(door, tx):
 
 @product(
     dtype={"float16": jnp.float16, "bfloat16": jnp.bfloat16},
-    door={"apply_gradients": "apply_gradients", "update": "update"},
+    door=["apply_gradients", "update"],
 )
 def test_parameters_are_the_rounding_of_the_master_weights(dtype, door):
     params = cast(PARAMS, dtype)

@@ -116,7 +116,7 @@ CHECKED = {
     loss_scale=UNCHECKED | CHECKED,
     branch={"platform's": None, "cond": "cond", "select": "select"},
     compiled={"compiled": True, "eager": False},
-    door={name: name for name in DOORS},
+    door=[*DOORS],
     bad={"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf},
 )
 def test_no_step_writes_what_is_not_finite_unless_asked_to(
@@ -209,7 +209,7 @@ def test_without_a_rule_the_state_has_the_leaves_that_it_had():
 
 
 @pairwise(
-    door={name: name for name in DOORS},
+    door=[*DOORS],
     branch={"platform's": None, "cond": "cond", "select": "select"},
     compiled={"compiled": True, "eager": False},
     kind={"dynamic": "dynamic", "none": "none"},

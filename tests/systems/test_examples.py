@@ -93,7 +93,7 @@ def step_and_arguments(name):
 
 
 @pytest.mark.slow
-@quick("name", {name: name for name in STEPS}, "policy_gradient")
+@quick("name", [*STEPS], "policy_gradient")
 def test_the_step_depends_on_the_loss_scale_in_nothing(name):
     train_step, args = step_and_arguments(name)
     ols.testing.assert_scale_invariant(train_step, *args)
@@ -131,7 +131,7 @@ def overflowing(args):
     )
 
 
-@quick("name", {name: name for name in STEPS}, "policy_gradient")
+@quick("name", [*STEPS], "policy_gradient")
 def test_a_skipped_step_is_counted(name):
     train_step, args = step_and_arguments(name)
     *_, metrics = train_step(*overflowing(args))

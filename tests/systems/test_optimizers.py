@@ -268,7 +268,7 @@ def test_compiled_without_fused_multiply_adds_each_equals_the_bare_one():
 @pytest.mark.parametrize("mode", ["eager", compiled])
 @product(
     way={way: way for way in ("update", "apply_gradients")},
-    name={name: name for name in NAMES},
+    name=NAMES,
 )
 def test_equals_the_bare_optimizer_bit_for_bit(name, mode, way):
     inner = make(name)

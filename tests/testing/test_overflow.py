@@ -545,7 +545,7 @@ def test_a_step_without_a_loss_scale_that_nothing_makes_overflow_is_not_passed()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@one_in(3, "name", {name: name for name in STEPS})
+@one_in(3, "name", [*STEPS])
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
     make, found, said = STEPS[name]
     step, arguments = make(right=False)
@@ -555,7 +555,7 @@ def test_what_an_overflow_or_a_nan_leaves_is_found(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@one_in(3, "name", {name: name for name in STEPS}, first=1)
+@one_in(3, "name", [*STEPS], first=1)
 def test_a_right_step_is_not_accused(name):
     step, arguments = STEPS[name][0](right=True)
     ols.testing.assert_survives_overflow(step, *arguments)

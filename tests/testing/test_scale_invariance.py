@@ -639,7 +639,7 @@ def logging_step(dtype):
     return step, (params, tx.init(params), batch)
 
 
-@one_in(3, "name", {name: name for name in WRONG_LOGS})
+@one_in(3, "name", [*WRONG_LOGS])
 def test_what_is_logged_of_scaled_gradients_is_found(name):
     step, arguments = logging_step(jnp.float16)
     others = [f"result[3]['{other}']" for other in WRONG_LOGS if other != name]
@@ -711,7 +711,7 @@ def step_with_changed_updates(dtype, name):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("sgd", jnp.float32), ("adam", jnp.float16)]
 )
-@one_in(2, "change", {name: name for name in UPDATES})
+@one_in(2, "change", [*UPDATES])
 def test_updates_that_depend_on_the_size_of_scaled_gradients_are_found(
     change, name, dtype
 ):
