@@ -21,14 +21,14 @@ import jax.extend
 AUTOCAST_DTYPE = jax.make_user_context(None)
 """The dtype of products in a function that `autocast` is tracing; `None` elsewhere."""
 
-OVERFLOWS = jax.make_user_context(False)
-"""Whether every fixed loss scale is infinite, so that the gradients of a step overflow.
+TESTING_OVERFLOW = jax.make_user_context(False)
+"""Whether a fixed loss scale is read as infinity, so that gradients overflow.
 
 `testing` sets this, because a fixed scale is a constant of the compiled step, and no
 argument of the step can replace it.
 """
 
-BLANK_METRICS = jax.make_user_context(False)
+TESTING_METRICS = jax.make_user_context(False)
 """Whether `metrics` returns the initial scale, and zeros for the scale's other state.
 
 `testing` sets this, because `assert_scale_invariant` would otherwise find that the

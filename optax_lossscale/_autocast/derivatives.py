@@ -14,7 +14,8 @@ The products in the user's rule are narrowed as well: the new rule is passed thr
 `rewrite`, which traces a function, plans the traced program, and runs the plan.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,23 +65,9 @@ def custom_vjp(
     # `value`, and whether it is `perturbed`, that is, part of the differentiation.
     def forward(*args):
         primals = [arg.value for arg in args]
-        # Some operands are values that the user's function closes over. `jax.vjp`
-        # refuses to differentiate these, so it is applied to the perturbed operands
-        # alone.
         perturbed = [n for n, arg in enumerate(args) if arg.perturbed]
-
-        @rewrite
-        def with_pullback(primals):
-            def float_results(inputs):
-                merged = [inputs.get(n, x) for n, x in enumerate(primals)]
-                results = original(*merged)
-                return list(filter(is_inexact, results)), results
-
-            inputs = {n: primals[n] for n in perturbed}
-            _, pullback, results = jax.vjp(float_results, inputs, has_aux=True)
-            return results, pullback
-
-        return with_pullback(primals)
+        call = rewrite(functools.partial(_with_pullback, original, perturbed))
+        return call(primals)
 
     def backward(pullback, cotangents):
         float_cotangents = filter(is_inexact, cotangents)
@@ -94,6 +81,25 @@ def custom_vjp(
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(*map(jnp.asarray, operands))
+
+
+def _with_pullback(
+    original: Callable[..., list[Any]], perturbed: Sequence[int], primals: Arrays
+) -> tuple[list[Any], Any]:
+    """Runs `original`, and returns its results and the pullback of its float results.
+
+    Some operands are values that the user's function closes over. `jax.vjp` refuses to
+    differentiate these, so it is applied to the `perturbed` operands alone.
+    """
+
+    def float_results(inputs):
+        merged = [inputs.get(n, x) for n, x in enumerate(primals)]
+        results = original(*merged)
+        return list(filter(is_inexact, results)), results
+
+    inputs = {n: primals[n] for n in perturbed}
+    _, pullback, results = jax.vjp(float_results, inputs, has_aux=True)
+    return results, pullback
 
 
 def _instantiate(cotangent: Any) -> Any:

@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import ALL, AN_INTERMEDIATE_VALUE, THE_LOSS, Note
-from optax_lossscale._diagnosis.page import Findings
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import lines_of, listed, percent
 from optax_lossscale._diagnosis.wrong import Wrong
@@ -45,7 +45,7 @@ _Remarks = Iterator[tuple[str, str]]
 
 
 def verdict_and_advice(
-    report: Findings, widened: Sequence[Operation], why_wide: Sequence[str]
+    report: Diagnosis, widened: Sequence[Operation], why_wide: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Writes the verdict, and the list of remedies.
 
@@ -70,7 +70,7 @@ def verdict_and_advice(
     return sentences[0], list(dict.fromkeys(remedies))
 
 
-def _verdict_if_fine(report: Findings) -> str:
+def _verdict_if_fine(report: Diagnosis) -> str:
     """Writes the verdict on a model about which there is nothing to remark."""
     if not report.computes_in:
         return _NOTHING_NARROW
@@ -84,14 +84,14 @@ def _verdict_if_fine(report: Findings) -> str:
 # --- What is wrong ---
 
 
-def _about_what_is_wrong(report: Findings) -> _Remarks:
+def _about_what_is_wrong(report: Diagnosis) -> _Remarks:
     """Yields a remark on each result that is wrong."""
     for wrong in report.wrong:
         verdict = f"{_what_is_wrong(report, wrong)}, because {wrong.because}."
         yield verdict, _remedy(wrong)
 
 
-def _what_is_wrong(report: Findings, wrong: Wrong) -> str:
+def _what_is_wrong(report: Diagnosis, wrong: Wrong) -> str:
     """Writes the first half of a verdict, which says what is wrong, but not why."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
@@ -104,7 +104,7 @@ def _what_is_wrong(report: Findings, wrong: Wrong) -> str:
     return _wrong_gradient(report, wrong)
 
 
-def _wrong_loss(report: Findings) -> str:
+def _wrong_loss(report: Diagnosis) -> str:
     """Writes what the loss is, and what float32's is, if that is finite."""
     loss = f"The loss is {report.loss:.4g} at any loss scale"
     if not math.isfinite(report.loss_in_float32):  # such as after a kernel
@@ -112,7 +112,7 @@ def _wrong_loss(report: Findings) -> str:
     return f"{loss} (in float32, it is {report.loss_in_float32:.4g})"
 
 
-def _wrong_intermediate_value(report: Findings) -> str:
+def _wrong_intermediate_value(report: Diagnosis) -> str:
     """Says that intermediate values are wrong, although the loss and gradients are not.
 
     The loss and gradients are not mentioned if float32's own choices change them.
@@ -126,7 +126,7 @@ def _wrong_intermediate_value(report: Findings) -> str:
     )
 
 
-def _wrong_gradient(report: Findings, wrong: Wrong) -> str:
+def _wrong_gradient(report: Diagnosis, wrong: Wrong) -> str:
     """Says how far a gradient is off, or how much the loss scale changes it."""
     if report.initial_scale is None:
         gradient = f"The gradient of {wrong.name} is"
@@ -148,12 +148,12 @@ def _wrong_gradient(report: Findings, wrong: Wrong) -> str:
     return f"{what}, even at the loss scale that fits best"
 
 
-def _dtypes(report: Findings) -> str:
+def _dtypes(report: Diagnosis) -> str:
     """Names the dtypes of 16 bits or fewer, as in `bfloat16 and float16`."""
     return listed(report.computes_in)
 
 
-def _dtypes_give(report: Findings) -> str:
+def _dtypes_give(report: Diagnosis) -> str:
     """Begins a sentence, as in `float16 gives` or `bfloat16 and float16 give`."""
     give = "give" if len(report.computes_in) > 1 else "gives"
     return f"{_dtypes(report)} {give}"
@@ -260,7 +260,7 @@ def _keep_products(products: Sequence[Note], between: str) -> str:
 # --- What is right, but maybe not what the user intended ---
 
 
-def _about_choices(report: Findings) -> _Remarks:
+def _about_choices(report: Diagnosis) -> _Remarks:
     """Yields a remark if other choices of float32 change a result."""
     off = report.off_by_choices
     if not off or not report.choices:
@@ -278,7 +278,7 @@ def _about_choices(report: Findings) -> _Remarks:
     )
 
 
-def _about_products(report: Findings, widened: Sequence[Operation]) -> _Remarks:
+def _about_products(report: Diagnosis, widened: Sequence[Operation]) -> _Remarks:
     """Yields a remark if most multiplications are wide because one operand was widened.
 
     Such a product is usually an accident: one float32 array, such as an input, makes
@@ -311,7 +311,7 @@ def _about_products(report: Findings, widened: Sequence[Operation]) -> _Remarks:
         )
 
 
-def _about_gradients(report: Findings) -> _Remarks:
+def _about_gradients(report: Diagnosis) -> _Remarks:
     """Yields a remark if the comparison with float32 is no evidence that all is well.
 
     The comparison is no evidence if the loss or all gradients are nothing but rounding
@@ -349,7 +349,7 @@ def _about_gradients(report: Findings) -> _Remarks:
         )
 
 
-def _about_loss_dtype(report: Findings) -> _Remarks:
+def _about_loss_dtype(report: Diagnosis) -> _Remarks:
     """Yields a remark on a loss in float16, whose range bounds the loss scale."""
     if report.loss_dtype == np.float16 and not report.wrong:
         yield (
@@ -372,40 +372,59 @@ def _about_autocast(why_wide: Sequence[str]) -> _Remarks:
 # --- The loss scale ---
 
 
-def _about_scale(report: Findings) -> _Remarks:
+def _about_scale(report: Diagnosis) -> _Remarks:
     """Yields remarks on the loss scale: whether one is needed, and which one fits."""
     fits = report.scale_that_fits
     # If even a scale of 1 is too large, the cause is what is wrong, not the scale.
     if not fits or (report.wrong and fits.largest < 1):
         return
     groups = report.underflow.values()
-    scale = scale_name(fits.scale)
     are_still_lost = any(group.left > TOLERANCE for group in groups)
     if are_still_lost and report.overflow:
         yield (
-            f"No single loss scale fits: at {scale}, gradients are still lost to "
-            f"underflow, and from {scale_name(2 * fits.largest)} on, others overflow.",
+            f"No single loss scale fits: at {scale_name(fits.scale)}, gradients are "
+            f"still lost to underflow, and from {scale_name(2 * fits.largest)} on, "
+            "others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=report.overflow.line),
         )
     # Gradients that do not underflow, but are off at a scale of 1, need at least 2**1.
     least_bits = 1 if report.off_unscaled else 0
     bits = max((group.bits for group in groups), default=least_bits)
-    yours = report.loss_scale
-    if yours is None:
-        are_wrong_at_1 = groups or report.off_unscaled
-        if are_wrong_at_1 or not report.is_finite_unscaled:
-            yield _without_a_scale(report, scale), _wrap(report, fits, bits)
-        return
+    if report.loss_scale is None:
+        yield from _about_missing_scale(report, fits, bits)
+    else:
+        yield from _about_users_scale(report, fits, report.loss_scale, bits)
+
+
+def _about_missing_scale(report: Diagnosis, fits: InitialScale, bits: int) -> _Remarks:
+    """Yields a remark if gradients go wrong without a loss scale.
+
+    Args:
+      report: what the runs show.
+      fits: the loss scale that fits.
+      bits: the smallest loss scale that is large enough is 2**bits.
+    """
+    if report.underflow or report.off_unscaled or not report.is_finite_unscaled:
+        scale = scale_name(fits.scale)
+        yield _without_a_scale(report, scale), _wrap(report, fits, bits)
+
+
+def _about_users_scale(
+    report: Diagnosis, fits: InitialScale, yours: float, bits: int
+) -> _Remarks:
+    """Yields a remark if the user's loss scale, `yours`, is too small or too large."""
     smallest = min(2.0**bits, fits.scale)
-    if not smallest <= yours <= fits.largest:
-        problem = "overflow" if yours > fits.largest else "underflow"
-        remedy = f"Let the loss scale adapt, or start at {scale}."
-        if report.is_scale_fixed:
-            remedy = f"Set the loss scale to {scale}."
-        yield f"Gradients {problem} at your loss scale of {scale_name(yours)}.", remedy
+    if smallest <= yours <= fits.largest:
+        return
+    problem = "overflow" if yours > fits.largest else "underflow"
+    scale = scale_name(fits.scale)
+    remedy = f"Let the loss scale adapt, or start at {scale}."
+    if report.is_scale_fixed:
+        remedy = f"Set the loss scale to {scale}."
+    yield f"Gradients {problem} at your loss scale of {scale_name(yours)}.", remedy
 
 
-def _without_a_scale(report: Findings, scale: str) -> str:
+def _without_a_scale(report: Diagnosis, scale: str) -> str:
     """Says what goes wrong without a loss scale.
 
     Args:
@@ -430,7 +449,7 @@ def _without_a_scale(report: Findings, scale: str) -> str:
     )
 
 
-def _wrap(report: Findings, fits: InitialScale, bits: int) -> str:
+def _wrap(report: Diagnosis, fits: InitialScale, bits: int) -> str:
     """Says to wrap the optimizer, and names a scale unless the default one fits.
 
     Args:

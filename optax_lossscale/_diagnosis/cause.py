@@ -41,8 +41,9 @@ _SMALL = 0.2
 class How(enum.StrEnum):
     """What goes wrong in the equation at fault.
 
-    The value of each member is the predicate of a sentence in the report, as in
-    "exp at model.py:12 (f) overflows".
+    The value of each member is what `Wrong.how` holds, such as "overflows". A report
+    prints it as the predicate of a sentence, as in "exp at model.py:12 (f) overflows",
+    some of them with more words (see `predicate`).
 
     Attributes:
       OVERFLOWS: its result, or a partial sum of it, is above the range of its dtype.
@@ -74,6 +75,19 @@ class How(enum.StrEnum):
     IS_NOT_LINEAR = "is not linear"
     ADDS_UP = "adds up"
 
+    @property
+    def predicate(self) -> str:
+        """What a report prints after the equation at fault."""
+        return _PREDICATES.get(self, self.value)
+
+
+# What a report prints where it says more than the value
+_PREDICATES = {
+    How.ROUNDS: "rounds too coarsely",
+    How.AMPLIFIES: "amplifies rounding errors",
+    How.IS_A_KERNEL: "is a kernel that diagnose cannot look into",
+    How.IS_NOT_LINEAR: "is not linear in the loss scale",
+}
 
 SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
 """The faults that more digits, in the equation or in its operands, would cure."""

@@ -6,6 +6,7 @@ which loss scale fits (`scale.py`), and what to do (`advice.py`). The docstring 
 package explains its words, such as *note* and *reference*.
 """
 
+import dataclasses
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -22,7 +23,7 @@ from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.page import Diagnosis, Findings
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
@@ -137,11 +138,11 @@ def diagnose(
             is_autocast = bool(gradient.narrow_dtypes)
             if not is_autocast:
                 why_wide = _why_wide(loss_fn, (params, *args), kwargs)
-        findings = _findings(gradient, runs_of(gradient), is_autocast, opt_state)
+        report = _collect(gradient, runs_of(gradient), is_autocast, opt_state)
         products = report_of(gradient.forward).products
         widened = [product for product in products if product.is_widened]
-    verdict, advice = verdict_and_advice(findings, widened, why_wide)
-    return Diagnosis(**vars(findings), verdict=verdict, advice=advice)
+    verdict, advice = verdict_and_advice(report, widened, why_wide)
+    return dataclasses.replace(report, verdict=verdict, advice=advice)
 
 
 def _why_wide(
@@ -155,10 +156,10 @@ def _why_wide(
         return why_none_is_narrowed(call.program)
 
 
-def _findings(
+def _collect(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
-) -> Findings:
-    """Collects what the runs of a gradient show."""
+) -> Diagnosis:
+    """Collects what the runs of a gradient show, without a verdict and advice."""
     run = runs.fitting
     loss_scale = _loss_scale_in(opt_state)
     dtypes = gradient.narrow_dtypes
@@ -172,7 +173,7 @@ def _findings(
     # If a result is wrong already, one cannot tell how much of its error is due to
     # choices.
     by_choices = {} if wrong_results else off_by_choices(runs, right)
-    return Findings(
+    return Diagnosis(
         is_autocast=is_autocast,
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
@@ -134,11 +134,7 @@ def _gradient_function(
 
 
 def _forward(jaxpr: Jaxpr) -> Jaxpr:
-    """Selects the equations of a gradient that do not depend on its seed.
-
-    The jaxpr that it returns can be inspected, but not run: its results include the
-    gradients, which none of its equations computes.
-    """
+    """Restricts a gradient to what does not depend on its seed: the loss and `aux`."""
     backward: set[Var] = {jaxpr.invars[-1]}
     forward_eqns = []
     for eqn in jaxpr.eqns:
@@ -146,7 +142,8 @@ def _forward(jaxpr: Jaxpr) -> Jaxpr:
             forward_eqns.append(eqn)
         else:
             backward.update(eqn.outvars)
-    return jaxpr.replace(eqns=forward_eqns)
+    outvars = [x for x in jaxpr.outvars if isinstance(x, Literal) or x not in backward]
+    return jaxpr.replace(eqns=forward_eqns, outvars=outvars)
 
 
 def _with_arrays(inputs: tuple, arrays: Iterable[Array]) -> tuple:

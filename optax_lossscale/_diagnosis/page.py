@@ -1,7 +1,7 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` collects `Findings` from its runs, and from these, `advice.py` derives the
-verdict and the advice. Together, they are the `Diagnosis`. Printing it prints the page:
+`diagnose` collects a `Diagnosis` from its runs, and `advice.py` adds the verdict and the
+advice, which it derives from the other fields. Printing a `Diagnosis` prints the page:
 sentences about the dtypes, the verdict and the loss scale, tables of what is wrong and
 of what underflows, and the advice. A shortened example:
 
@@ -36,47 +36,7 @@ _SHOWN_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Findings:
-    """What the runs show: the fields of a `Diagnosis` without its verdict and advice.
-
-    The docstring of `Diagnosis` describes them.
-    """
-
-    is_autocast: bool
-    dtypes: DtypeReport
-    computes_in: tuple[np.dtype, ...]
-    loss: float
-    loss_in_float32: float
-    loss_dtype: np.dtype
-    scale: float
-    loss_scale: float | None
-    is_scale_fixed: bool
-    wrong: tuple[Wrong, ...]
-    off: dict[str, float]
-    undetermined: tuple[str, ...]
-    off_by_choices: dict[str, float]
-    choices: tuple[Note, ...]
-    initial_scale: InitialScale | None
-    overflow: Note | None
-    has_gradients: bool
-    is_finite_unscaled: bool
-    off_unscaled: dict[str, float]
-    underflow: dict[str, Underflow]
-    not_compared: tuple[tuple[str, str], ...]
-    table: Table
-
-    @property
-    def scale_that_fits(self) -> InitialScale | None:
-        """The loss scale that fits, or None.
-
-        It is None if none fits, if nothing is in float16, or if all gradients are 0.
-        """
-        is_scaled = np.float16 in self.computes_in and self.has_gradients
-        return self.initial_scale if is_scaled else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Diagnosis(Findings):
+class Diagnosis:
     """The result of `diagnose`: print it, and do what its last lines say.
 
     Its attributes hold what is printed, and more. For example, `initial_scale.scale` is
@@ -146,8 +106,39 @@ class Diagnosis(Findings):
       table: a row for each computed result.
     """
 
-    verdict: str
-    advice: list[str]
+    is_autocast: bool
+    dtypes: DtypeReport
+    computes_in: tuple[np.dtype, ...]
+    loss: float
+    loss_in_float32: float
+    loss_dtype: np.dtype
+    scale: float
+    loss_scale: float | None
+    is_scale_fixed: bool
+    wrong: tuple[Wrong, ...]
+    off: dict[str, float]
+    undetermined: tuple[str, ...]
+    off_by_choices: dict[str, float]
+    choices: tuple[Note, ...]
+    initial_scale: InitialScale | None
+    overflow: Note | None
+    has_gradients: bool
+    is_finite_unscaled: bool
+    off_unscaled: dict[str, float]
+    underflow: dict[str, Underflow]
+    not_compared: tuple[tuple[str, str], ...]
+    table: Table
+    verdict: str = ""
+    advice: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def scale_that_fits(self) -> InitialScale | None:
+        """The loss scale that fits, or None.
+
+        It is None if none fits, if nothing is in float16, or if all gradients are 0.
+        """
+        is_scaled = np.float16 in self.computes_in and self.has_gradients
+        return self.initial_scale if is_scaled else None
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the magnitude of each result, and shades what float16 cannot hold.

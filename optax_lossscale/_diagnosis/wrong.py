@@ -65,14 +65,6 @@ _NEAR = 4
 # A result that is off by more than this has no right digit, not even in binary.
 _NO_RIGHT_DIGIT = 0.5
 
-# What reports print in place of some values of `How`.
-_IN_FULL = {
-    How.ROUNDS: "rounds too coarsely",
-    How.AMPLIFIES: "amplifies rounding errors",
-    How.IS_A_KERNEL: "is a kernel that diagnose cannot look into",
-    How.IS_NOT_LINEAR: "is not linear in the loss scale",
-}
-
 
 class Wrong(NamedTuple):
     """A result that is wrong, and why.
@@ -120,7 +112,7 @@ class Wrong(NamedTuple):
             return "rounding errors add up over many lines"
         if self.place.is_argument:
             return f"there are NaNs or infinities in {self.place}"
-        return f"{self.place} {_IN_FULL.get(self.how, self.how)}"
+        return f"{self.place} {self.how.predicate}"
 
 
 def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:

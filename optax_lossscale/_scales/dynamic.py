@@ -14,6 +14,7 @@ While a step is traced, it is not known whether its gradients are finite, so `ad
 computes the loss scale for both cases, and selects one of them.
 """
 
+import math
 from typing import Literal, Self, get_args
 
 import jax
@@ -146,6 +147,9 @@ class DynamicLossScale(LossScale):
             hysteresis_left=jnp.where(refills, self.hysteresis, self.hysteresis_left),
             _exhausted=False,
         )
+
+    def _upper_bound(self) -> float:
+        return math.inf if self.max_scale is None else self.max_scale
 
     def _after_overflow(self) -> Self:
         """Backs off, or counts one of the overflows that `hysteresis` tolerates."""

@@ -7,6 +7,7 @@ this loss scale. Given None, it uses this loss scale with a scale of 1.
 """
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.contexts import OVERFLOWS
+from optax_lossscale._arrays.contexts import TESTING_OVERFLOW
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import LossScale
@@ -70,9 +71,7 @@ class FixedLossScale(LossScale):
         )
 
     def __call__(self) -> jax.Array:
-        if OVERFLOWS.value:  # `testing` sets it, to make gradients overflow.
-            return jnp.float32(jnp.inf)
-        return super().__call__()
+        return jnp.float32(self._number())
 
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
@@ -87,21 +86,24 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        if self._is_one():
+        if self._number() == 1:
             return _widened(tree)
         return super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        if self._is_one():
+        if self._number() == 1:
             return _widened(tree)
         return super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
-    def _is_one(self) -> bool:
-        """Whether the scale is 1, so that `scale` and `unscale` need not multiply."""
-        return self.initial_scale == 1 and not OVERFLOWS.value
+    def _number(self) -> float:
+        """Returns the scale, or infinity while `testing` makes gradients overflow."""
+        return math.inf if TESTING_OVERFLOW.value else self.initial_scale
+
+    def _upper_bound(self) -> float:
+        return self.initial_scale
 
 
 def _widened(tree: T) -> T:

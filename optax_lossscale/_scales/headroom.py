@@ -295,6 +295,9 @@ class HeadroomLossScale(LossScale):
         overflows = jnp.where(batch_is_at_fault, -_EXCUSED_STEPS, excuses_left)
         return self._scaled_for(largest, reserve, overflows)
 
+    def _upper_bound(self) -> float:
+        return 2.0**_MAX_EXPONENT
+
     def _largest(self) -> jax.Array:
         """Returns the remembered exponent; float32, shape ().
 

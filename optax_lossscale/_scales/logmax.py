@@ -145,6 +145,9 @@ class LogMaxLossScale(LossScale):
         )
         return new.replace(loss_scale=new._predicted_scale())
 
+    def _upper_bound(self) -> float:
+        return self.max_scale
+
     def _predicted_scale(self) -> jax.Array:
         """Returns the scale at which the highest log2 becomes 16; float32, shape ()."""
         # The averages begin at 0. To correct this bias, they are divided by the total

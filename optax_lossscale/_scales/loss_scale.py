@@ -29,6 +29,7 @@ well.
 
 import abc
 import functools
+import math
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -208,6 +209,10 @@ class LossScale(Stateful):
             return x * first * second
 
         return map_inexact(unscale_leaf, tree)
+
+    def _upper_bound(self) -> float:
+        """Returns a number that the scale never exceeds; infinity if none is known."""
+        return math.inf
 
     def _inverse_factors(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
         """Returns two scalars of a real dtype whose product is `1 / scale`.

@@ -177,8 +177,8 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only multiply by the scale, and warn if it has no upper bound. A
-        # traced number has none that is known, and neither has this loss scale.
+        # Callers only multiply by the scale and ask for its upper bound. No bound of a
+        # traced number is known, and a `DynamicLossScale` without a cap has none.
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)

@@ -15,7 +15,6 @@ import numpy as np
 
 from optax_lossscale._arrays.messages import shown, warn
 from optax_lossscale._arrays.validation import is_real
-from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 
 # The largest float16 number is 65504. The next one would be 65536, and halfway between
@@ -53,11 +52,8 @@ def check_scalar(name: str, x: Any) -> None:
 
 def warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     """Warns if the loss is float16, and the loss scale may be infinite in float16."""
-    highest = getattr(loss_scale, "max_scale", None)
-    if isinstance(loss_scale, FixedLossScale):
-        highest = loss_scale.initial_scale
-    may_be_infinite = highest is None or highest >= _INFINITE_IN_FLOAT16
-    if may_be_infinite and getattr(loss, "dtype", None) == jnp.float16:
+    is_float16 = getattr(loss, "dtype", None) == jnp.float16
+    if is_float16 and loss_scale._upper_bound() >= _INFINITE_IN_FLOAT16:
         warn(
             f"the loss is float16, where a loss scale of {_INFINITE_IN_FLOAT16} or "
             "more is infinite. Compute the loss in float32: "

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays.contexts import BLANK_METRICS
+from optax_lossscale._arrays.contexts import TESTING_METRICS
 from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
@@ -78,7 +78,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     wrapper_state = loss_scale_state_or_none(state)
     # `testing` sets this, so that metrics do not count as outputs that depend on the
     # loss scale.
-    if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
+    if TESTING_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _loss_scale_scalars(loss_scale)
     scalars: dict[str, jax.Array] = {

@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from optax_lossscale._arrays import messages
-from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
+from optax_lossscale._arrays.contexts import TESTING_METRICS, TESTING_OVERFLOW
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.validation import check_concrete
 from optax_lossscale._arrays.variables import (
@@ -266,8 +266,8 @@ class Experiment:
         with (
             jax.debug_nans(False),
             jax.debug_infs(False),
-            BLANK_METRICS(True),
-            OVERFLOWS(is_infinite and self._has_fixed),
+            TESTING_METRICS(True),
+            TESTING_OVERFLOW(is_infinite and self._has_fixed),
         ):
             try:
                 result = self._step(*arguments["args"], **arguments["kwargs"])

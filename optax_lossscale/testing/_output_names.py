@@ -62,5 +62,9 @@ def format_fault(
     hidden = len(names) - _MAX_LISTED
     if hidden > 0:
         names[_MAX_LISTED:] = [f"and {hidden} more"]
-    items = "\n  ".join([title, *names])
-    return f"{items}\n{remedy}"
+    return joined("\n  ".join([title, *names]), remedy)
+
+
+def joined(*parts: str) -> str:
+    """Joins the parts of an error's text that are not empty, each on its own lines."""
+    return "\n".join(filter(None, parts))

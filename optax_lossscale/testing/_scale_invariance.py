@@ -29,6 +29,7 @@ from optax_lossscale.testing._experiment import Experiment, log2_of
 from optax_lossscale.testing._numbers import Path, difference, equal, is_finite, norm
 from optax_lossscale.testing._output_names import (
     format_fault,
+    joined,
     name_of,
     without_ignored,
 )
@@ -231,7 +232,7 @@ def _divided_twice(powers: Mapping[Path, float]) -> str:
     negative = {path: power for path, power in powers.items() if power < 0}
     if 2 * len(negative) <= len(powers):
         return ""
-    return _DIVIDED + _list_powers(negative) + _DIVIDED_REMEDY
+    return joined(_DIVIDED, _list_powers(negative), _DIVIDED_REMEDY)
 
 
 def _still_scaled(
@@ -248,8 +249,8 @@ def _still_scaled(
         for path, (high, low) in changes.items()
         if path not in powers
     ]
-    fault = _list_powers(powers) + format_fault(_BY_A_CHANGE, other_changes)
-    return _DEPENDS + fault + _STILL_SCALED_REMEDY if fault else ""
+    fault = joined(_list_powers(powers), format_fault(_BY_A_CHANGE, other_changes))
+    return joined(_DEPENDS, fault, _STILL_SCALED_REMEDY) if fault else ""
 
 
 def _list_powers(powers: Mapping[Path, float]) -> str:
@@ -364,9 +365,9 @@ the step is applied at {times} of the loss scales tried, though its outputs are 
 Most likely, gradients are multiplied by a scale other than that of the state that the
 step is given, such as the scale of another optimizer or an older state. Use
 value_and_scaled_grad(loss_fn, state) inside the step."""
-_DIVIDED = """\
-the step depends on the loss scale: gradients are divided by it once too often.
-"""
+_DIVIDED = (
+    "the step depends on the loss scale: gradients are divided by it once too often."
+)
 _DIVIDED_REMEDY = """\
 These gradients are not, or no longer, multiplied by the scale that they are divided by.
 - Inside the step, compute them with value_and_scaled_grad(loss_fn, state), or from
@@ -377,11 +378,10 @@ These gradients are not, or no longer, multiplied by the scale that they are div
   with_loss_scale(optax.chain(clip, …)). In a custom_vjp, divide by the loss scale
   first, and multiply by it afterwards.
 - In ignore=, name outputs that are meant to depend on the loss scale."""
-_DEPENDS = """\
-the step depends on the loss scale.
-"""
+_DEPENDS = "the step depends on the loss scale."
 _BY_A_POWER = (
-    "With twice the loss scale, these outputs, or their changes, are multiplied by"
+    "If the loss scale doubles, these outputs, or their changes, are multiplied by the "
+    "number in front:"
 )
 _BY_A_CHANGE = (
     "These outputs change with the loss scale in a way that underflow does not explain:"
