@@ -1,9 +1,9 @@
 """Assertions about training steps, for your own tests.
 
 A training step that handles dtypes or the loss scale wrongly may raise no error and
-still train, but more slowly, to a worse result, or only until the first overflow. These
-assertions find such mistakes. Call each one with the step that you train with, its
-initial arguments and a small batch, for example in a test for pytest::
+still train, but more slowly, to a worse result, or only until the first overflow. To
+find such mistakes, call these assertions with the step that you train with, its initial
+arguments and a small batch, for example in a test for pytest::
 
     def test_train_step():
         ols.testing.assert_scale_invariant(train_step, params, state, batch)
@@ -21,7 +21,7 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
   dtype that you meant, for example because one input is in float32.
 """
 
-# `assert_computes_in` reads the step's traced program, and runs nothing.
+# `assert_computes_in` reads the step's traced program and runs nothing.
 #
 # The other two treat the step as a black box. An experiment (`_experiment.py`) runs it
 # at other loss scales and with perturbed arguments. Each run is a trial (`_trial.py`),
@@ -31,15 +31,15 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # - If it was applied, the outputs must be equal at all loss scales, except where
 #   gradients underflow. A sweep (`_sweep.py`) collects the outputs at falling scales,
 #   and `_dependence.py` finds differences that underflow does not explain.
-# `assert_scale_invariant` checks both, and also master weights, and a step at which the
-# loss scale grows. `assert_survives_overflow` checks only the first, but with a NaN in
-# the batch as well. It also checks that devices hold equal copies, and that the step
-# returns the state and counts the skip in it.
+# `assert_scale_invariant` checks both, and also master weights and a step at which the
+# loss scale grows. `assert_survives_overflow` checks the first only, with a NaN in the
+# batch too, and also that devices hold equal copies and that the step returns the state
+# and counts the skip in it.
 #
 # Each check is a function that returns the text of an error, or "" if it finds nothing.
-# The first line of a text says what was found. The next ones name the outputs concerned
-# and suggest a fix. Several checks often find consequences of one mistake, so an
-# assertion raises only the first text that is not empty. A new check goes into
+# The text says in its first line what was found; the next ones name the outputs
+# concerned and suggest a fix. Several checks often find consequences of one mistake, so
+# an assertion raises only the first text that is not empty. A new check goes into
 # `_first_fault` or `assert_survives_overflow`, before the checks that may find
 # consequences of its fault.
 

@@ -7,17 +7,17 @@ value of which argument. In
     params, state, loss = step(params, state, batch)
 
 `result[0]` is the new `args[0]`, whereas `result[2]` is the new value of no argument.
-So the carry is found by perturbing one argument at a time and comparing the outputs. If
-the step changes an argument in place, the changed argument is its new value. Four rules
-find other new values. The first two match an output array with an argument array:
+The carry is therefore found by perturbing one argument at a time and comparing the
+outputs. If the step changes an argument in place, the changed argument is its new
+value. Four rules find other new values. The first two match an output array with an
+argument array:
 
 1. The output changes much as the argument does, has as many elements, and has a similar
-   place in its tree. Losses and predictions rarely meet all three conditions.
-   Exceptions may be a loss that an argument multiplies, and an autoencoder's
-   prediction.
-2. The output depends on the argument in the same position, has as many elements, and is
-   not changed by an overflow. An example is the hidden state of a recurrent layer. The
-   layer may rotate this state, so that the two changes are not alike.
+   place in its tree. Losses and predictions rarely meet all three conditions. A loss
+   that is multiplied by an argument may, and so may an autoencoder's prediction.
+2. The output depends on the argument in the same position, has as many elements (more
+   than one), and is not changed by an overflow. This finds the hidden state of a
+   recurrent layer, which the layer may rotate, so that the two changes are not alike.
 
 The other two match an output tree with an argument tree of the same structure, that is,
 with arrays of the same sizes in the same places:
@@ -26,10 +26,10 @@ with arrays of the same sizes in the same places:
    tree, all outputs in the first tree are new values.
 4. The two trees have the structure of trees that rule 3 matched, or hold the counts of
    an optimizer. An example is an average of parameters whose first update replaces it
-   with a copy of the parameters. The copy does not depend on the old average, so rules
-   1 and 2 do not find it.
+   with a copy of the parameters. Rules 1 and 2 do not find this copy, because it does
+   not depend on the old average.
 
-A wrong match can make an assertion reject a correct step, until the user lists the
+A wrong match can make an assertion reject a correct step; the user then lists the
 output in `ignore`. A missing match can make it accept a wrong step. For example, rules
 1 and 2 do not find a running maximum that the batch exceeds, because it does not depend
 on its old value.
@@ -52,18 +52,18 @@ Carry = dict[Path, Path]
 # Three heuristic thresholds apply to the change of an argument and the change of an
 # output that it causes.
 
-# The cosine of the angle between the two changes must be above this, so the angle must
-# be below 60 degrees.
+# The cosine of the angle between the two changes must be above this; that is, the angle
+# must be below 60 degrees.
 _MIN_COSINE = 0.5
 # The result of `_similarity` must be above this. For a moving average that keeps the
 # share d of its old value, the result is 2d / (1 + d²), which is above 0.1 for each d
 # from 0.06 on.
 _MIN_SIMILARITY = 0.1
 # The norm of the output's change, divided by that of the argument's, must be above
-# this. Rounding in float32 changes elements by up to 2**-24 of their magnitude, and an
-# experiment changes those of an argument by about 2**-4 of theirs. So if both arrays
-# have similar magnitudes, rounding makes a ratio of about 1e-6 at most. The threshold
-# is 100 times as much.
+# this. Rounding to float32 changes elements by up to 2**-24 of their magnitude, and an
+# experiment changes those of an argument by about 2**-4 of theirs. If both arrays have
+# similar magnitudes, rounding alone makes a ratio of about 1e-6, and the threshold is
+# 100 times as much.
 _MIN_DEPENDENCE = 1e-4
 
 
@@ -90,7 +90,7 @@ _Structure = frozenset[tuple[Path, int]]
 def find_carry(experiment: Experiment) -> Carry:
     """Finds all outputs that are new values of arguments.
 
-    Raises a `ValueError` if there are none, and the step is silent (see
+    Raises a `ValueError` if there are none and the step is silent (see
     `Trial.is_silent`).
     """
     baseline = experiment.baseline
@@ -148,7 +148,7 @@ def _score(
 ) -> Score | None:
     """Scores an output with an argument that differs between two trials.
 
-    Returns None if the two cannot match, or the output does not depend on the argument.
+    Returns None if the two cannot match or the output does not depend on the argument.
     """
     if not _may_match(trial, output, argument):
         return None
@@ -178,9 +178,9 @@ def _may_match(trial: Trial, output: Path, argument: Path) -> bool:
 def _similarity(x: np.ndarray, y: np.ndarray) -> float:
     """Computes how similar two changes are: 2x·y / (x·x + y·y).
 
-    The similarity is 1 for equal changes. For changes of equal norm, it is the cosine
-    of the angle between them. If the cosine is at most `_MIN_COSINE`, the similarity is
-    0, whatever the norms.
+    The similarity is 1 for equal changes; for changes of equal norm, it is the cosine
+    of the angle between them. But if the cosine is at most `_MIN_COSINE`, the
+    similarity is 0, whatever the norms.
     """
     dot = x @ y
     x_square = x @ x
@@ -211,10 +211,10 @@ def _with_best_matches(
 def _is_in_position(output: Path, argument: Path, experiment: Experiment) -> bool:
     """Whether an output has an argument's position and is not changed by an overflow.
 
-    Steps usually return their carry in the order of their arguments. So an output that
-    depends on the argument in its position is taken for that argument's new value,
-    unless an overflow changes the output, which shows that it is computed from
-    gradients. Arrays of a single element are excluded, because they may be losses.
+    Steps usually return their carry in the order of their arguments, so an output that
+    depends on the argument in its position is taken for that argument's new value. Two
+    kinds of outputs are excluded: those that an overflow changes, which shows that they
+    are computed from gradients, and single elements, which may be losses.
     """
     without_overflow = experiment.baseline.output_fingerprints[output]
     overflow_trial = experiment.overflow_trials[-1]
@@ -234,7 +234,7 @@ def _with_trees(
     For example, a step accepts and returns batch statistics `{"mean": …, "var": …}`. If
     their mean is in the carry, rule 3 adds their variance. If the step accepts and
     returns a second tree with the same structure, rule 4 adds that tree, unless one of
-    its outputs depends on the argument in its place. Rules 1 and 2 compared such a pair
+    its outputs depends on the argument in its place: rules 1 and 2 compared such a pair
     and did not match it, so the output may be a prediction. A tree that holds an
     optimizer's counts is added in any case.
     """

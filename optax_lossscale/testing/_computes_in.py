@@ -25,10 +25,10 @@ def assert_computes_in(
     """Raises if matrix products or convolutions do not compute in a given dtype.
 
     A model whose parameters are cast to float16 may still compute in float32: a single
-    float32 input is enough. The loss does not reveal this, only the time that a step
-    takes. Put this assertion into your tests, so that they fail when a new layer or
-    input widens the products that follow. The step is traced, but neither compiled nor
-    run, so shapes are enough.
+    float32 input is enough, and only the time that a step takes reveals it. Put this
+    assertion into your tests, so that they fail when a new layer or input widens the
+    products that follow. The step is traced, but neither compiled nor run, so shapes
+    are enough.
 
     The assertion checks every product that `dtype_report` lists, except:
 
@@ -93,7 +93,7 @@ def assert_computes_in(
 def _is_checked(product: Operation, dtype: np.dtype) -> bool:
     """Whether the assertion requires a product to compute in `dtype`.
 
-    It does not require this of products of integers, nor of products that have another
+    It requires this neither of products of integers nor of those that have another
     dtype by choice.
     """
     if product.by_choice:

@@ -1,7 +1,7 @@
 """Decides from a sweep whether a step's outputs depend on the loss scale.
 
-Multiplying the loss by a power of two changes no digit of a correct step's gradients.
-So its outputs are equal bit for bit at all loss scales at which nothing overflows or
+Multiplying the loss by a power of two changes no digit of a correct step's gradients,
+so its outputs are equal bit for bit at all loss scales at which nothing overflows or
 underflows. A step that overflows is skipped, and a sweep leaves it out. What remains is
 underflow, which becomes worse as the loss scale falls: each halving of the scale takes
 one more bit from the smallest gradients, and later from larger ones, too. Of these
@@ -15,11 +15,10 @@ three outputs of a float16 step, only the first is correct:
 An output of a wrong step shows one of two signs:
 
 - It is a linear function of a power of the loss scale, as the norm is of the scale.
-- It changes too early, as the last row does. That is, it changes between two
-  neighbouring loss scales by more than two thirds of its largest change between lower
-  ones. Changes caused by underflow start small, and grow as the scale falls, as in the
-  first row. The exception is an element that underflow changes all at once, such as the
-  sign of a gradient.
+- It changes too early, as the last row does: between two neighboring loss scales, by
+  more than two thirds of its largest change between lower ones. Changes caused by
+  underflow start small and grow as the scale falls, as in the first row. The exception
+  is an element that underflow changes all at once, such as the sign of a gradient.
 """
 
 import numpy as np
@@ -30,28 +29,29 @@ from optax_lossscale.testing._sweep import Sweep
 # The powers that a gradient, its square and its root follow if the gradient is divided
 # or multiplied by the loss scale. If an output follows several, the first counts.
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
-# The largest relative difference of two neighbouring slopes on a straight line. A
-# heuristic: rounding in float16 may cause any slopes, but hardly ever three in a row
-# that are as close to each other as this.
+# The largest relative difference of two neighboring slopes on a straight line. A
+# heuristic: of three slopes in a row, a larger value would more often accept those that
+# rounding made alike by chance; a smaller one would miss lines that noise bends.
 _SLOPE_TOLERANCE = 0.02
 # The outputs of a float16 step are compared only at loss scales down to this many
 # exponents below the highest. A heuristic: half of the 40 exponents between overflow,
 # at 2**16, and the smallest float16 number, 2**-24. If the largest gradient nearly
-# overflows at the highest scale, only gradients more than 2**20 times smaller become
-# zero within this range.
+# overflows at the highest scale, only gradients that are more than 2**20 times smaller
+# become zero within this range.
 _REACH = 20
-# A change between two neighbouring scales may be caused by underflow if it is at most
+# A change between two neighboring scales may be caused by underflow if it is at most
 # this share of the output's largest change between lower scales. From one scale of a
 # sweep to the next, the rounding errors of elements that underflow become 4 or 8 times
-# as large. So a share of about 1/4 is expected. The value leaves room for chance.
+# as large, so a share of about 1/4 or less is expected. The value leaves room for
+# chance.
 _UNDERFLOW_SHARE = 2 / 3
 
 
 def powers_followed(sweep: Sweep) -> dict[Path, float]:
     """Returns the power of the loss scale that each output follows, by path.
 
-    An output follows a power if its values at some four neighbouring loss scales are a
-    linear function of that power of the scale, and are not constant. Other outputs are
+    An output follows a power if its values at some four neighboring loss scales are a
+    linear function of that power of the scale and are not constant. Other outputs are
     left out.
     """
     followed = {}
@@ -63,7 +63,7 @@ def powers_followed(sweep: Sweep) -> dict[Path, float]:
 
 
 def _is_linear(values: np.ndarray, x: np.ndarray) -> bool:
-    """Whether some four neighbouring rows are a linear, non-constant function of x."""
+    """Whether some four neighboring rows are a linear, non-constant function of x."""
     slopes = _changes(values) / np.diff(x)[:, None]
     steepness = norm(slopes)
     min_steepness = np.minimum(steepness[:-1], steepness[1:])
@@ -80,7 +80,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     `_REACH` of the highest are compared.
 
     Returns:
-      A dict from the path of each such output to the exponents of the two neighbouring
+      A dict from the path of each such output to the exponents of the two neighboring
       loss scales between which it changes, the higher one first. If there are several
       such pairs of loss scales, it holds the highest pair.
     """
@@ -93,8 +93,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     unexplained = {}
     for path, values in sweep.outputs.items():
         # An output that is computed from many elements, such as a norm, may change if
-        # one of them underflows. That underflow shows in another output, such as Adam's
-        # moments.
+        # one of them underflows, which shows in another output, such as Adam's moments.
         others_underflow = n_underflowing > has_underflow[path]
         changes = np.where(underflows[path], 0, _changes(values))
         is_unexplained = norm(changes) > _explained_change(sweep, path)
@@ -106,7 +105,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
 
 
 def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
-    """Whether each element underflows between neighbouring scales.
+    """Whether each element underflows between neighboring scales.
 
     The result is bool, of shape (scales - 1, elements).
 
@@ -127,7 +126,7 @@ def _underflows(sweep: Sweep, path: Path) -> np.ndarray:
 def _explained_change(sweep: Sweep, path: Path) -> np.ndarray:
     """Computes how much underflow, rounding and noise may change an output.
 
-    The result is a norm for each pair of neighbouring scales, of shape (scales - 1,).
+    The result is a norm for each pair of neighboring scales, of shape (scales - 1,).
     """
     values = sweep.outputs[path]
     norms = norm(_changes(values))

@@ -1,6 +1,6 @@
 """Runs a training step on copies of its arguments, with some of their values replaced.
 
-An `Experiment` holds the step and its arguments, and finds the loss scale among them.
+An `Experiment` holds the step and its arguments and finds the loss scale among them.
 Each run of the step is a `Trial`. For example, `experiment.trial_at(10)` copies the
 arguments, replaces the loss scale with 2**10, calls the step, and records what the step
 returned and which arguments it changed in place.
@@ -51,13 +51,15 @@ RESULT = DictKey("result")
 _HIGH_EXPONENT = 126
 # How much an element is perturbed, relative to its magnitude, or absolute for a zero.
 # This is multiplied by a random number from 0.5 to 1.5, so the change is 3% to 9%. Even
-# the smallest change is 4 times the largest relative difference of neighbouring
+# the smallest change is 4 times the largest relative difference of neighboring
 # bfloat16 numbers, which is 0.8%.
 _PERTURBATION = 2.0**-4
 
 
 class Experiment:
-    """A step and its arguments, which are copied for each trial and never change.
+    """A step and its arguments.
+
+    The arguments are copied for each trial and never change.
 
     Args:
       name: the name of the assertion that runs the experiment, for errors.
@@ -88,7 +90,7 @@ class Experiment:
         loss_scales = loss_scales_in(self._arguments)
         adaptive = [x for x in loss_scales if _can_adapt(x)]
         self._has_fixed = len(adaptive) < len(loss_scales)
-        # Fixed loss scales have no value that a trial could replace. They are
+        # Fixed loss scales have no value that a trial could replace, so they are
         # disregarded beside one that adapts. If none adapts, the first stands for all.
         candidates = distinct_nodes(adaptive or loss_scales[:1])
         if len(candidates) != 1:
@@ -118,8 +120,8 @@ class Experiment:
     def trial_at_one(self) -> Trial:
         """The trial at a loss scale of 1, or the baseline if the scale is fixed.
 
-        The baseline is often skipped, as training may begin at too high a scale. A
-        skipped step does not show what its gradients would have changed.
+        The baseline is often skipped, because training may begin at too high a scale,
+        and a skipped step does not show what its gradients would have changed.
         """
         return self.trial_at(0) if _can_adapt(self.loss_scale) else self.baseline
 
@@ -127,9 +129,10 @@ class Experiment:
     def overflow_trials(self) -> list[Trial]:
         """Trials at loss scales so large that gradients overflow.
 
-        The last trial is at an infinite loss scale, where all gradients overflow, or at
-        2**126 if the step raises an error at an infinite one. With a fixed loss scale,
-        such an error is passed on, because nothing else makes gradients overflow.
+        The last trial is at an infinite loss scale, where all gradients but zeros
+        overflow, or at 2**126 if the step raises an error at an infinite one. If the
+        loss scale is fixed, such an error is passed on, because nothing else makes
+        gradients overflow.
         """
         if not _can_adapt(self.loss_scale):
             return [self.trial(self.loss_scale, is_infinite=True)]
@@ -137,9 +140,9 @@ class Experiment:
         try:
             trials.append(self.trial_at(np.inf))
         except Exception as error:
-            # A step may raise an error at infinity, for example by `raise_if_stuck`, or
+            # A step may raise an error at infinity, for example by `raise_if_stuck` or
             # in a logger that converts the loss scale to an integer. An error that the
-            # step did not raise is a bug of this package, and must not be hidden.
+            # step did not raise is a bug of this package and must not be hidden.
             if error is not self._step_error:
                 raise
         return trials
@@ -147,7 +150,7 @@ class Experiment:
     def warn_of_error(self) -> None:
         """Warns if the step raised an error, so that a trial was left out.
 
-        Only an error at an infinite loss scale gets this far. All others are passed on.
+        Only an error at an infinite loss scale gets this far; all others are passed on.
         """
         error = self._step_error
         # `raise_if_stuck` raises a `LossScaleError` if gradients overflow or steps are
@@ -162,9 +165,9 @@ class Experiment:
     def perturbed_pairs(self) -> list[tuple[Trial, Trial]]:
         """Pairs of trials that differ in the floats of one argument.
 
-        In the second trial of a pair, these floats are perturbed. There are two pairs
-        for each argument: one at the original loss scale, and one at that of the last
-        overflow trial.
+        In the second trial of a pair, these floats are perturbed. Each argument that
+        holds floats has two pairs: one at the original loss scale, and one at that of
+        the last overflow trial.
         """
         rng = np.random.default_rng(0)
         pairs = []
@@ -181,10 +184,9 @@ class Experiment:
         """The trials in which the step may be skipped.
 
         These are the overflow trials and all trials with perturbed arguments. The
-        perturbed ones reveal a step that replaces its gradients with zeros at an
-        overflow, but then updates the parameters anyway. With Adam's moments at their
-        initial zeros, such an update changes no parameter. With perturbed moments, it
-        does.
+        perturbed ones reveal a step that replaces its gradients with zeros on overflow
+        but updates the parameters anyway. With Adam's moments at their initial zeros,
+        such an update changes no parameter; with perturbed moments, it does.
         """
         return self.overflow_trials + [trial for _, trial in self.perturbed_pairs]
 
@@ -192,8 +194,8 @@ class Experiment:
         """Whether a trial skipped its step, or all steps if one call takes several.
 
         Such a call may be a `lax.scan` over batches. It reports whether its last step
-        was applied, and counts the skipped ones. At an infinite loss scale, it skips
-        all of its steps, which tells how many there are.
+        was applied and counts the skipped ones. In the last overflow trial, it should
+        skip all of its steps, which tells how many there are.
         """
         n_steps = self.overflow_trials[-1].skip_count_change
         return trial.was_skipped and trial.skip_count_change >= n_steps
@@ -224,8 +226,9 @@ class Experiment:
         Args:
           loss_scale: replaces the loss scale among the arguments.
           values: new values for some arrays among the arguments, by path.
-          is_infinite: whether `loss_scale` is infinite. If so, fixed loss scales are
-            made infinite as well.
+          is_infinite: whether an infinite loss scale should make gradients overflow.
+            If so, fixed loss scales are infinite during the run; one that adapts must
+            be infinite already.
         """
         loss_scale = jax.device_get(loss_scale)
         replacements = {**values, **self._values_of(loss_scale)}
@@ -261,7 +264,7 @@ class Experiment:
         NaNs and infinities raise no error, because they are expected in some trials.
         `metrics` returns the same loss scale in all trials, so that it does not count
         as an output that depends on the scale. If `is_infinite`, fixed loss scales are
-        infinite. An error of the step is kept as `_step_error`, and passed on.
+        infinite. An error of the step is stored as `_step_error` and passed on.
         """
         with (
             jax.debug_nans(False),
@@ -338,7 +341,8 @@ def _only_outputs(
     """Returns the nodes that the step returned, or into which it put a new array.
 
     An array is new if it is not among `old_leaves`. Arguments that the step did not
-    change are left out: it may have donated their buffers, which then cannot be read.
+    change are left out, because it may have donated their buffers, which cannot be read
+    then.
     """
     old_ids = set(map(id, old_leaves))
     outputs = {}

@@ -1,13 +1,13 @@
 """The arrays in a step's arguments and outputs, as flat NumPy arrays on the host.
 
 The assertions compare the outputs of a step at different loss scales. The loss scale
-itself is meant to differ, so `arrays_in` excludes it. It recognizes the loss scale by
-its type alone. So an array elsewhere is included, even if it has the same value, a
-similar name or the same buffer.
+itself is meant to differ, and so is the state of a skip rule; `arrays_in` excludes
+both. It recognizes them by their types alone: an array elsewhere is included, even if
+it has the same value, a similar name or the same buffer.
 
-An assertion keeps arrays of many runs, so it does not keep large ones in full. `sample`
-returns at most 2**16 elements of an array, which tell by how much the array changes.
-`fingerprint` hashes all elements, which tells whether the array changes at all.
+Because an assertion stores arrays of many runs, it does not store large ones in full.
+`sample` returns at most 2**16 elements of an array, which tell by how much the array
+changes. `fingerprint` hashes all elements, which tells whether it changes at all.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ Arrays = dict[Path, np.ndarray]
 
 # The classes whose state is meant to depend on overflows
 _EXCLUDED = (LossScale, SkipRule)
-# How many elements of an array are kept at most. They take 512 KiB.
+# How many elements of an array are stored at most; they take 512 KiB
 _MAX_SAMPLE = 2**16
 
 
@@ -92,8 +92,8 @@ def flat(x: Any) -> np.ndarray:
 def sample(x: Any) -> np.ndarray:
     """Returns the vector that `flat` returns, or at most 2**16 of its elements.
 
-    The elements are at a regular stride, which depends on the array's size alone. So
-    two samples of an array, from different runs, hold elements from the same places.
+    The elements are at a regular stride, which depends on the array's size alone, so
+    samples of an array from different runs hold elements from the same places.
     """
     vector = flat(x)
     stride = -(-vector.size // _MAX_SAMPLE)

@@ -2,9 +2,9 @@
 
 Both use the same names, so a user can copy a name from an error, as in
 `ignore="result[0]['w']"`. The name of an output is its path in the step's result, such
-as `result[0]['w']`. An argument that the step changes in place is an output, too, whose
-name is its path among the arguments, such as `args[1].mean`. The name of a tree, such
-as `result[0]`, stands for all outputs in this tree.
+as `result[0]['w']`. An argument that the step changes in place is an output, too, and
+its name is its path among the arguments, such as `args[1].mean`. The name of a tree,
+such as `result[0]`, stands for all outputs in this tree.
 """
 
 from collections.abc import Collection, Iterable

@@ -52,12 +52,12 @@ def assert_survives_overflow(
 
     A step with a NaN in its batch must keep the same arrays if it is skipped. If it is
     applied, for example because the NaN does not reach the loss, none of them may
-    become infinite or NaN. PRNG keys, Python numbers, integers outside the optimizer's
-    state, and outputs that are not passed on, such as the loss and norms for a log, may
-    change.
+    become infinite or NaN. PRNG keys, Python numbers, the state of a skip rule,
+    integers outside the states of Optax's own transformations, and outputs that are not
+    passed on, such as the loss and norms for a log, are not checked.
 
     The batch is assumed to be the first array of floats among the arguments that is not
-    passed on and is neither a scalar nor empty. So pass constants, such as class
+    passed on and is neither a scalar nor empty, so pass constants, such as class
     weights, after the batch. (JAX orders dicts and keyword arguments by name.) If there
     is no such array, as with a batch of tokens, no NaN is tried.
 
@@ -72,12 +72,12 @@ def assert_survives_overflow(
       `ignore`. Examples are an autoencoder's prediction, and a loss that is multiplied
       by a weight, if that weight is an array among the arguments.
 
-    A new value that does not depend on the old one may go unchecked. An example is a
-    running maximum that is still 0 and that the batch exceeds. Test such a step with a
-    later state, in which the maximum is above the elements of the batch.
+    A new value that does not depend on the old one may go unchecked, such as a running
+    maximum that is still 0 and that the batch exceeds. Test such a step with a later
+    state, in which the maximum is above the elements of the batch.
 
-    If the step raises an error at an infinite loss scale that adapts, that run is left
-    out. Any other error of the step is passed on.
+    If the loss scale adapts and the step raises an error where it is infinite, that run
+    is left out. Any other error of the step is passed on.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -95,16 +95,16 @@ def assert_survives_overflow(
       AssertionError: if a skipped step changes what is passed on to the next step, or
         a NaN in the batch makes any of this infinite or NaN. This error, like the next
         two, names the outputs concerned, if any, and suggests a fix.
-      AssertionError: if the step is not skipped at an overflow, the skip is not
-        counted, or the loss scale does not adapt.
+      AssertionError: if the step is not skipped on overflow, the skip is not counted,
+        or the loss scale does not adapt.
       AssertionError: if the optimizer's state is not returned, or replicas differ.
       ValueError: if the arguments hold no loss scale, or several that adapt.
       ValueError: if the step passes neither an array of floats nor a loss scale on to
         the next step. Let it return its new parameters and state.
       ValueError: if `ignore` names something that is not an output. The error lists the
         outputs.
-      TypeError: if the arguments are traced.
-      TypeError: if the step has an argument named `ignore` that is not bound.
+      TypeError: if the arguments are traced, or the step has an argument named `ignore`
+        that is not bound.
 
     Warns:
       UserWarning: if no fault is found, but the step raises an error at an infinite
@@ -153,7 +153,7 @@ def assert_survives_overflow(
 
 
 def _state_not_returned(experiment: Experiment) -> str:
-    """Reports a step that accepts a `LossScaleState`, but returns none."""
+    """Reports a step that accepts a `LossScaleState` but returns none."""
     if experiment.has_state and not experiment.baseline.states:
         return _NOT_RETURNED
     return ""
@@ -184,7 +184,7 @@ def _nan_not_skipped(
     carry: Carry,
     checked: Carry,
 ) -> str:
-    """Reports a NaN in the batch that changes the carry, or makes replicas diverge."""
+    """Reports a NaN in the batch that changes the carry or makes replicas diverge."""
     batch = _batch_in(experiment, carry)
     if batch is None:
         return ""
@@ -192,7 +192,7 @@ def _nan_not_skipped(
     changed = changed_outputs(trial, checked)
     if not experiment.skips_all(trial):
         # Applying the step may be right: perhaps the NaN did not reach the loss, or
-        # reached only one of several updates that the step makes. Then an output may
+        # reached only one of several updates that the step makes. An output may then
         # change, but not to infinity or NaN.
         changed = [path for path in changed if not is_finite(trial.outputs[path])]
     title = _CHANGED_BY_NAN.format(name=name_of(batch))

@@ -5,8 +5,8 @@ The step is run in three situations, in which a correct step does the following:
 - At falling loss scales, from a high one at which the step is applied, each output
   stays the same.
 - At loss scales at which gradients overflow, the step is skipped.
-- At a step at which the loss scale grows, the outputs are the same as at a step that
-  begins with the same scale, but does not let it grow.
+- Where the loss scale grows, the outputs of the step are the same as those of a step
+  that begins with the same scale but does not let it grow.
 
 The float32 weights of `with_master_weights` must also round to the float16 parameters.
 """
@@ -47,11 +47,11 @@ from optax_lossscale.testing._sweep import (
 from optax_lossscale.testing._trial import Trial
 
 # The step must be applied at this many of the 13 loss scales of a sweep, or at more. A
-# heuristic: `powers_followed` compares 4 neighbours, and `unexplained_changes` compares
+# heuristic: `powers_followed` compares 4 neighbors, and `unexplained_changes` compares
 # a change at a high scale with changes at lower ones.
 _MIN_APPLIED = 8
-# How many steps ahead to look for a growth of the loss scale. A heuristic: 50 times the
-# 2000 steps between two growths of a `DynamicLossScale`.
+# How many steps to wait for the loss scale to grow. A heuristic: 50 times the 2000
+# steps after which a `DynamicLossScale` grows by default.
 _MAX_STEPS_TO_GROWTH = 100_000
 # The field `remainders` of a `MasterWeightsState`, as a key in the paths of its arrays
 _REMAINDERS = GetAttrKey("remainders")
@@ -69,7 +69,7 @@ def assert_scale_invariant(
     A correct step multiplies the loss by the loss scale and divides the gradients by
     it, so its outputs are the same at any loss scale at which gradients neither
     underflow nor overflow. In a wrong step, the two operations do not cancel. Training
-    may not reveal this, since Adam's updates hardly depend on the magnitude of the
+    may not reveal this, because Adam's updates hardly depend on the magnitude of the
     gradients. Put this assertion into your tests, with the step that you train with,
     its initial state and a small batch.
 
@@ -109,13 +109,13 @@ def assert_scale_invariant(
       AssertionError: if an output depends on the loss scale, or the step is skipped at
         nearly every loss scale and returns only finite numbers. This error, like the
         next two, names the outputs concerned, if any, gives the reason, and suggests a
-        fix. If there are several faults, only the first is reported.
+        fix. Of several faults, only the first is reported.
       AssertionError: if a step at which gradients overflow is not skipped, changes what
         is passed on to the next step, or does not adapt the loss scale.
       AssertionError: if float32 master weights no longer round to the parameters.
-      ValueError: if the arguments hold no loss scale, or several that adapt.
-      ValueError: if the loss scale is a `FixedLossScale`, which compiled steps hold as
-        a constant. Test the step with one that adapts, such as `DynamicLossScale()`.
+      ValueError: if the arguments hold no loss scale, several that adapt, or only a
+        `FixedLossScale`, which compiled steps hold as a constant. Test the step with
+        one that adapts, such as `DynamicLossScale()`.
       ValueError: if the step is skipped at nearly every loss scale and returns
         infinities or NaNs. `diagnose` says where they appear.
       ValueError: if two runs at the same loss scale differ by more than 1%, for example
@@ -124,8 +124,8 @@ def assert_scale_invariant(
         the next step. Let it return its new parameters and state.
       ValueError: if `ignore` names something that is not an output. The error lists the
         outputs.
-      TypeError: if the arguments are traced.
-      TypeError: if the step has an argument named `ignore` that is not bound.
+      TypeError: if the arguments are traced, or the step has an argument named `ignore`
+        that is not bound.
 
     Warns:
       UserWarning: if no fault is found, but the step raises an error at an infinite
@@ -214,8 +214,8 @@ def _is_from_gradients(path: Path, trials: Iterable[Trial]) -> bool:
     """Whether an output is computed from gradients, as trials at several scales show.
 
     Such an output differs between trials, because it is not updated where gradients
-    overflow. An output that never differs, such as the mean of a batch, is computed
-    without gradients.
+    overflow; one that never differs, such as the mean of a batch, is computed without
+    gradients.
     """
     fingerprints = [trial.output_fingerprints for trial in trials]
     distinct = {x[path] for x in fingerprints if path in x}
@@ -264,7 +264,7 @@ def _not_finite(
     highest: Trial,
     carry: Carry,
 ) -> str:
-    """Reports outputs that are not finite, but update arguments that are finite."""
+    """Reports outputs that are not finite although they update finite arguments."""
     not_finite = [
         output
         for output, argument in carry.items()
@@ -281,10 +281,10 @@ def _master_weights_lost(
 ) -> str:
     """Reports float32 master weights that do not round to the float16 parameters.
 
-    As nothing says which weights belong to which parameter, weights are compared with
+    Nothing says which weights belong to which parameter, so weights are compared with
     each float16 array of the same size in the carry, and one of these must match. With
-    bfloat16, nothing is compared: the state holds only 16 bits of each weight, which
-    fit any parameter.
+    bfloat16, nothing is compared, because the state holds only 16 bits of each weight,
+    which fit any parameter.
     """
     outputs = highest.outputs
     sizes = {path: x.size for path, x in highest.output_fingerprints.items()}
@@ -305,7 +305,7 @@ def _master_weights_lost(
 
 
 def _differs_at_growth(experiment: Experiment, sweep: Sweep) -> str:
-    """Reports outputs that differ at a step at which the loss scale grows.
+    """Reports outputs of a step that differ because the loss scale grows.
 
     Nothing is reported if that step is skipped. Integers and bools are not compared,
     because they may count or flag the growth.
@@ -333,7 +333,7 @@ def _differ(
     expected: np.ndarray,
     tolerance: np.ndarray,
 ) -> bool:
-    """Whether an output changes by more than a tolerance, or is no longer finite."""
+    """Whether an output changes by more than a tolerance or is no longer finite."""
     is_changed = norm(difference(actual, expected)) > tolerance
     becomes_nonfinite = is_finite(expected) and not is_finite(actual)
     return bool(is_changed) or becomes_nonfinite
@@ -343,8 +343,7 @@ def _differ(
 def _before_growth(loss_scale: LossScale) -> LossScale:
     """Advances a loss scale by finite steps until one more would change it.
 
-    If none of 100,000 steps changes it, the loss scale is returned in the state that it
-    has after them.
+    If none of 100,000 steps changes it, the loss scale is returned as it is after them.
     """
 
     def is_steady(carry):
@@ -380,8 +379,8 @@ These gradients are not, or no longer, multiplied by the scale that they are div
 - In ignore=, name outputs that are meant to depend on the loss scale."""
 _DEPENDS = "the step depends on the loss scale."
 _BY_A_POWER = (
-    "If the loss scale doubles, these outputs, or their changes, are multiplied by the "
-    "number in front:"
+    "Doubling the loss scale multiplies these outputs, or their changes, by the number "
+    "in front:"
 )
 _BY_A_CHANGE = (
     "These outputs change with the loss scale in a way that underflow does not explain:"

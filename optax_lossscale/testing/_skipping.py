@@ -1,10 +1,10 @@
 """Checks of a step at loss scales so large that gradients overflow.
 
-A correct step is skipped there: it returns a lower loss scale, and leaves the rest of
-its carry (see `_carry.py`) as it was. At an infinite loss scale, all gradients but
-zeros overflow. So a step that is applied even there does not multiply by its loss
-scale, replaces infinities before they are checked, checks nothing, or has gradients
-that are all zero.
+A correct step is skipped there: it adapts its loss scale and leaves the rest of its
+carry (see `_carry.py`) as it was. At an infinite loss scale, all gradients but zeros
+overflow, so a step that is applied even there does not multiply by its loss scale,
+replaces infinities before they are checked, checks nothing, or has gradients that are
+all zero.
 """
 
 from optax_lossscale._scales.fixed import FixedLossScale
@@ -47,8 +47,8 @@ def _keeps_scale(trial: Trial) -> bool:
 def carry_not_kept(experiment: Experiment, carry: Carry) -> str:
     """Reports a skipped step that changes its carry.
 
-    A silent step (see `Trial.is_silent`) does not show whether it was skipped. At an
-    infinite loss scale, it should have been.
+    A silent step (see `Trial.is_silent`) does not show whether it was skipped, but at
+    an infinite loss scale it should have been.
     """
     for trial in experiment.possibly_skipped:
         should_be_skipped = trial.is_silent and trial.is_infinite
@@ -72,8 +72,8 @@ def changed_outputs(trial: Trial, carry: Carry) -> list[Path]:
 def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) -> str:
     """Reports a step that is applied at an infinite loss scale.
 
-    A step that raises an error at an infinite loss scale passes this check. An
-    assertion that passes warns of the error (see `Experiment.warn_of_error`).
+    A step that raises an error at an infinite loss scale passes this check. If the
+    assertion passes as well, it warns of the error (see `Experiment.warn_of_error`).
 
     Args:
       experiment: runs the step.
@@ -85,9 +85,9 @@ def overflow_applied(experiment: Experiment, finite_trial: Trial, carry: Carry) 
     is_applied = says_applied and trial.is_infinite
     if not is_applied or _need_not_overflow(experiment, carry):
         return ""
-    # Gradients that were not scaled become zero when they are divided by infinity. Then
-    # nothing changes in this trial, and the outputs that change at a finite loss scale
-    # are named instead.
+    # Gradients that were not scaled become zero when they are divided by infinity. If
+    # nothing changes in this trial for that reason, the outputs that change at a finite
+    # loss scale are named instead.
     changed = changed_outputs(trial, carry) or changed_outputs(finite_trial, carry)
     return format_fault(_APPLIED, changed, _APPLIED_REMEDY)
 

@@ -1,8 +1,8 @@
 """A sweep runs a step at falling loss scales and collects its outputs.
 
-All of these scales are powers of two. Multiplying a float by a power of two changes
-only its exponent, unless the float overflows or underflows. Apart from that, no digit
-of a correct step's gradients depends on the scale, and neither do its outputs.
+All of these scales are powers of two. As multiplying a float by a power of two changes
+only its exponent, no digit of a correct step's gradients depends on the scale, and
+neither do its outputs, unless a float overflows or underflows.
 
 The sweep begins at the highest loss scale at which the step is applied, or at 2**30 if
 the step computes in a dtype of wide range, such as float32. From there, it divides the
@@ -33,7 +33,7 @@ Multiplied by 2**-125, they are far below 2**-25, half of float16's smallest num
 loss scale can hardly be lower, because the smallest normal float32 number is 2**-126.
 """
 
-# The exponent of a loss scale that tells dtypes of wide range from float16. It is a
+# The exponent of a loss scale that tells dtypes of wide range from float16. A
 # heuristic: a step that is applied even at 2**90 is taken to compute in float32 or
 # bfloat16, because in float16 even gradients of 2**-74 would overflow.
 _WIDE_EXPONENT = 90
@@ -42,13 +42,13 @@ _WIDE_EXPONENT = 90
 # underflows in these dtypes.
 _START_EXPONENT = 30
 # How much two runs at the same loss scale may differ, relative to the norm of an
-# output. The value is a heuristic.
+# output. A heuristic.
 _MAX_NOISE = 0.01
 # The largest change that rounding explains, relative to the norm of an output. A
 # heuristic: about 8 times 2**-23, the distance from 1 to the next float32 number.
 _ROUNDING = 1e-6
 # The largest change that noise explains, as a multiple of the difference between two
-# runs at the same loss scale. The value is a heuristic.
+# runs at the same loss scale. A heuristic.
 _NOISE_FACTOR = 8
 
 
@@ -109,8 +109,8 @@ def sweep_of(
 ) -> Sweep:
     """Collects some outputs of the trials, and of a second run at the highest scale.
 
-    Raises a `ValueError` if these outputs differ by more than 1% between the two runs
-    at the highest loss scale.
+    Raises a `ValueError` if an output differs by more than 1% between the two runs at
+    the highest loss scale.
 
     Args:
       experiment: runs the step again.
@@ -145,7 +145,7 @@ def _underflowed_outputs(experiment: Experiment) -> Arrays:
 
 
 def _check_repeatable(sweep: Sweep) -> None:
-    """Raises a `ValueError` if the two runs at the highest loss scale differ."""
+    """Raises a `ValueError` if two runs at the highest loss scale differ by over 1%."""
     for path, rows in sweep.outputs.items():
         if sweep.noise(path) > _MAX_NOISE * norm(rows[0]):
             raise ValueError(

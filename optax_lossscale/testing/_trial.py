@@ -1,10 +1,10 @@
 """One run of a step: its arguments, its outputs, and whether the step was applied.
 
-A training step may report in two ways whether it was applied. It may return a state
-with the flag `should_apply`, or its loss scale. A loss scale usually adapts differently
-after a skipped step than after an applied one: `DynamicLossScale`, for instance, backs
-off only after a skipped step. A step that returns neither, or only a fixed loss scale,
-is called *silent*, and counts as applied.
+A training step may report in two ways whether it was applied: by returning a state,
+which has the flag `should_apply`, or by returning its loss scale, which usually adapts
+differently after a skipped step than after an applied one. `DynamicLossScale`, for
+instance, backs off only after a skipped step. A step that returns neither, or only a
+fixed loss scale, is called *silent* and counts as applied.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Trial:
 
     Attributes:
       loss_scale: the loss scale among the step's arguments.
-      is_infinite: whether all gradients overflow because the loss scale is infinite. In
+      is_infinite: whether gradients overflow because the loss scale is infinite. In
         such a trial, fixed loss scales are infinite as well.
       arguments: the samples of the arrays among the step's arguments, by path; float64
         or int64, of shape (elements,).
@@ -57,7 +57,7 @@ class Trial:
     def adjusted(self) -> tuple[LossScale, LossScale]:
         """The loss scales that `adjust` returns after a skipped and an applied step.
 
-        `adjust` is not told the magnitude of gradients. So after an applied step, a
+        `adjust` is not told the magnitude of gradients, so after an applied step, a
         loss scale that adapts to this magnitude may differ from the second one.
         """
         on_device = jax.device_put(self.loss_scale)
@@ -69,7 +69,7 @@ class Trial:
 
         A returned state has one flag per replica: its `should_apply`, or False if its
         loss scale shows that the step was skipped. If the step returned no state, each
-        loss scale has one flag, which is False if the scale shows a skipped step.
+        loss scale has one flag, which is False if the scale shows the same.
         """
         if not self.states:
             flags = [not self._shows_skip(x) for x in self.loss_scales]
