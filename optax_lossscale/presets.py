@@ -13,8 +13,8 @@ changes on every step as the original does, with these exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
-- DeepSpeed and fairseq do not round their scale to float32. Unless the factor is a
-  power of two, its last digits and the preset's soon differ.
+- DeepSpeed and fairseq do not round their scale to float32, so unless the factor is a
+  power of two, the last digits of the preset's scale soon differ.
 - The docstrings name any others.
 
 The tests in the repository replay recorded runs of the originals; in those of DeepSpeed
