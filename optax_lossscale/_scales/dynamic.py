@@ -1,4 +1,4 @@
-"""The dynamic loss scale: grows after runs of finite steps, backs off on overflow.
+"""The dynamic loss scale, which grows by trial and backs off on overflow.
 
 The largest scale at which no gradient overflows depends on the gradients and changes
 during training. This rule follows it by trial and error: it raises the scale from time
