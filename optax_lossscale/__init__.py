@@ -11,8 +11,8 @@ Each function and each loss scale has an example in its docstring, as in
 
 Take a step:
     with_loss_scale          wraps an optimizer to accept gradients of a scaled loss
-    value_and_scaled_grad    computes the loss, and the gradients of the scaled loss
-    scale_gradient           scales gradients where NNX, Equinox or a trainer takes them
+    value_and_scaled_grad    computes the loss and the gradients of the scaled loss
+    scale_gradient           scales gradients that NNX, Equinox or a trainer computes
     where_applied            restores batch statistics and the like after a skipped step
     with_master_weights      wraps an optimizer to train 16-bit parameters as float32
     all_finite               tells whether every element of a tree is finite
@@ -22,8 +22,8 @@ Compute in 16 bits:
     cast_inputs              casts the inputs of a kernel to 16 bits under autocast
 
 Choose a loss scale:
-    DynamicLossScale         "dynamic", the default: grows, and backs off at an overflow
-    HeadroomLossScale        "headroom": measures gradients, and stays below overflow
+    DynamicLossScale         "dynamic", the default: grows, and backs off on overflow
+    HeadroomLossScale        "headroom": measures gradients and stays below overflow
     FixedLossScale           a constant, also written as a number; None is a scale of 1
     LossScale                the base class of your own loss scale
     state_field              declares the state of your own loss scale or skip rule
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from optax_lossscale._diagnosis.diagnose import diagnose
     from optax_lossscale._diagnosis.dtypes import DtypeReport, dtype_report
     from optax_lossscale._diagnosis.page import Diagnosis
-else:  # If a type checker saw `__getattr__`, it would accept every misspelt name.
+else:  # If a type checker saw `__getattr__`, it would accept every misspelled name.
     _MODULES = {
         "Diagnosis": "_diagnosis.page",
         "DtypeReport": "_diagnosis.dtypes",
@@ -134,8 +134,8 @@ __all__ = [
     "with_master_weights",
 ]
 
-# Lazy names are not here yet: `__getattr__` makes them public. Modules stay as they
-# are.
+# Lazy names are not here yet, so `__getattr__` makes them public. Modules are left as
+# they are.
 for _name in __all__:
     if callable(globals().get(_name)):
         _make_public(__name__, globals()[_name])

@@ -1,9 +1,9 @@
 """Plots of the loss scale and of gradients, drawn on the host with matplotlib.
 
-`plot.loss_scale(history)` shows how the loss scale changed during training, and whether
-many steps were skipped. `plot.exponents(grads)` shows which gradients underflow, and
-how much room a loss scale leaves them below an overflow. The extra `plot` installs
-matplotlib: `pip install "optax_lossscale[plot]"`.
+`plot.loss_scale(history)` shows how the loss scale changed during training and whether
+many steps were skipped. `plot.exponents(grads)` shows which gradients underflow and how
+much room a loss scale leaves them below overflow. The extra `plot` installs matplotlib:
+`pip install "optax_lossscale[plot]"`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,13 @@ from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._diagnosis.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._step.get import resolve
 
+__all__ = ["AFTER", "BEFORE", "exponents", "loss_scale"]
+
 BEFORE = GREY
-"""The colour of gradients before scaling."""
+"""The color of gradients before scaling."""
 
 AFTER = TEAL
-"""The colour of scaled gradients and of the loss scale."""
+"""The color of scaled gradients and of the loss scale."""
 
 
 def loss_scale(
@@ -34,8 +36,8 @@ def loss_scale(
 ) -> Axes:
     """Draws the loss scale over the steps, with a cross at each skipped step.
 
-    If the scale falls to its floor, with a cross at every step, gradients are not
-    finite at any of these scales: run `diagnose`.
+    If the scale falls to its floor, with a cross at every step, the gradients are not
+    finite at any of these scales, so run `diagnose`.
 
     Args:
       history: a sequence of what `metrics` returned after each step, or one dict of
@@ -106,12 +108,12 @@ def exponents(
     dtype: Any = jnp.float16,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draws a histogram of gradients before and after scaling, and a dtype's range.
+    """Draws a histogram of gradients before and after scaling, with a dtype's range.
 
     A loss scale fits if the scaled gradients lie between the shaded ranges, in which
-    the dtype has only subnormal numbers, zero or infinity. The bins are powers of two.
-    A label gives the percentage of the elements of the scaled gradients that are 0 in
-    the dtype. Elements that are 0, infinite or NaN are not drawn, but count in the
+    the dtype has only subnormal numbers, zero or infinity. The bins are powers of two,
+    and a label says which percentage of the scaled gradients' elements are 0 in the
+    dtype. Elements that are 0, infinite or NaN are not drawn, but count in the
     percentages.
 
     Args:
@@ -185,7 +187,7 @@ def _edges(dtype: np.dtype) -> list[int]:
 
     In these ranges, numbers become zero, subnormal, normal and infinite. For float16,
     the exponents are -31, -25, -14, 16 and 20. The ranges of zero and infinity have no
-    end, so they are cut off after 6 and 4 bins.
+    end, so they are cut off after 6 bins and 4 bins.
     """
     info = jnp.finfo(dtype)
     largest_zero = info.minexp - info.nmant - 1  # half the smallest number rounds to 0
@@ -193,7 +195,7 @@ def _edges(dtype: np.dtype) -> list[int]:
 
 
 def _shade(axes: Axes, edges: Sequence[int], labels: Sequence[str]) -> None:
-    """Shades the ranges between exponents, and writes a label above each."""
+    """Shades the ranges between exponents and writes a label above each."""
     shades = (0.14, 0.06, 0.0, 0.14)
     above = axes.get_xaxis_transform()
     for label, shade, (start, end) in zip(labels, shades, pairwise(edges), strict=True):

@@ -1,6 +1,7 @@
 """The loss scalers of other systems, with their original argument names.
 
-Use a preset to continue a run of another system, or to port its training script::
+Use a preset to resume a run that was started in another system, or to port its training
+script::
 
     scaler = torch.amp.GradScaler(init_scale=1024.0)          # there
     loss_scale = presets.pytorch(init_scale=1024.0)           # here
@@ -8,28 +9,30 @@ Use a preset to continue a run of another system, or to port its training script
 
 Each function is named after a system. It accepts the arguments of the original that
 concern the loss scale, with the original defaults, and returns a loss scale that
-changes at every step as the original does, with these exceptions:
+changes on every step as the original does, with these exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.
+- DeepSpeed and fairseq do not round their scale to float32, so unless the factor is a
+  power of two, the last digits of the preset's scale soon differ.
 - The docstrings name any others.
 
-The tests in the repository replay recorded runs of the originals. After every step of
-these runs, the scale equals the original's, rounded to float32. For LogMax, it is
-within 1% of the original's. Two originals could not be run,
-`tensorflow_contrib_fixed` and `apex`, so the tests compare these presets with their
-published rules.
+The tests in the repository replay recorded runs of the originals; in those of DeepSpeed
+and fairseq, the factors are powers of two. After every step of these runs, the scale
+equals the original's, rounded to float32; that of LogMax is within 1% of it. The
+originals of `tensorflow_contrib_fixed` and `apex` could not be run, so the tests
+compare these two presets with the published rules.
 
 An invalid argument raises a `ValueError`, unless the original ignores it.
 
-Unless its docstring says otherwise, a preset backs off at each non-finite step. A step
+Unless its docstring says otherwise, a preset backs off on each non-finite step. A step
 whose gradients are all zero counts as finite, but LogMax treats it as if its largest
-gradient were 2**-126. If the gradients of most steps are all zero, use
-`HeadroomLossScale` instead.
+gradient were 2**-126. If gradients are all zero on most steps, use `HeadroomLossScale`
+instead.
 
 The originals do not check the loss, and most of those with a fixed scale check nothing.
-To do the same here, pass `skip=None` to `with_loss_scale`: then the loss is not
-checked, and with a fixed scale, nothing is.
+To do the same here, pass `skip=None` to `with_loss_scale`. It then does not check the
+loss, and with a fixed scale, it checks nothing.
 """
 
 from functools import partial
@@ -70,12 +73,12 @@ make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
 def _in_float32(check: validation.Check, name: str, factor: float) -> float:
-    """Checks a factor, and rounds it to float32, as its original does."""
+    """Checks a factor and rounds it to float32, as its original does."""
     return float(np.float32(check(name, factor)))
 
 
 def _symmetric_factor(name: str, factor: float) -> float:
-    """Checks a factor by which the scale grows, and by which it is divided.
+    """Checks a factor by which the scale grows and by which it is divided.
 
     Its reciprocal, the back-off factor, must be a normal float32 number, too.
     """
@@ -100,7 +103,7 @@ def tensorflow_dynamic(
     Args:
       initial_loss_scale: the initial scale, at least 1, which is the floor.
       increment_period: the scale grows after this many finite steps in a row.
-      multiplier: the scale grows by this factor, and is divided by it to back off.
+      multiplier: the scale grows by this factor and is divided by it to back off.
 
     Example:
       >>> from optax_lossscale import presets
@@ -147,8 +150,8 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    # Factors of 1 keep the scale fixed. The `update` of a `FixedLossScale` would check
-    # nothing.
+    # Factors of 1 keep the scale fixed. This is not a `FixedLossScale`, because the
+    # `update` of that would check nothing.
     return DynamicLossScale(
         initial_scale=loss_scale,
         growth_factor=1.0,
@@ -310,7 +313,8 @@ def flax(
     Args:
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: the scale grows after this many finite steps in a row, plus one.
+      growth_interval: the scale grows after one more than this many finite steps in a
+        row.
       fin_steps: the initial count of finite steps in a row, at most `growth_interval`.
       scale: the initial scale.
       minimum_scale: the floor, or None.
@@ -352,14 +356,14 @@ def jmp(
 ) -> DynamicLossScale:
     """Returns the scale of JMP's `jmp.DynamicLossScale`.
 
-    When the original passes through `jit`, its floor falls back to 1. This preset keeps
-    `min_loss_scale`.
+    When the original passes through `jit`, its floor falls back to 1, whereas this
+    preset keeps `min_loss_scale`.
 
     Args:
       loss_scale: the initial scale.
       counter: the initial count of finite steps in a row, less than `period`.
       period: the scale grows after this many finite steps in a row.
-      factor: the scale grows by this factor, and is divided by it to back off.
+      factor: the scale grows by this factor and is divided by it to back off.
       min_loss_scale: the floor.
 
     Example:
@@ -392,12 +396,12 @@ def mpx(
     """Returns the scale of MPX's `mpx.DynamicLossScaling`.
 
     Growth ends at 65504, float16's largest number. MPX divides the gradients by the
-    next scale. Here, the gradients are divided by the scale that multiplied the loss.
+    next scale, but here they are divided by the scale that multiplied the loss.
 
     Args:
       loss_scaling: the initial scale, at most 65504.
       min_loss_scaling: the floor.
-      factor: the scale grows by this factor, and is divided by it to back off.
+      factor: the scale grows by this factor and is divided by it to back off.
       period: the scale grows after this many finite steps in a row.
       counter: the initial count of finite steps in a row, less than `period`.
 
@@ -419,8 +423,9 @@ def mpx(
 def _symmetric(factor: float, **configuration: Any) -> DynamicLossScale:
     """Builds the loss scale of JMP and MPX, which grow and back off by the same factor.
 
-    To back off, JMP and MPX divide by the factor, which XLA compiles to a
-    multiplication by its reciprocal in float32.
+    To back off, JMP and MPX divide by the factor. XLA compiles this division to a
+    multiplication by the reciprocal in float32 (read from a program that was compiled
+    for CPU with jax 0.10).
     """
     growth_factor = _in_float32(_symmetric_factor, "factor", factor)
     reciprocal = np.float32(1 / growth_factor)
@@ -441,7 +446,7 @@ def megatron(
 ) -> DynamicLossScale:
     """Returns the scale of Megatron-LM's `DynamicGradScaler`.
 
-    Once the scale has backed off, it backs off at every overflow, until it is due to
+    Once the scale has backed off, it backs off on every overflow until it is due to
     grow.
 
     Args:
@@ -488,12 +493,12 @@ def deepspeed(
 
     Args:
       init_scale: the initial scale.
-      scale_factor: the scale grows by this factor, and is divided by it to back off.
+      scale_factor: the scale grows by this factor and is divided by it to back off.
       scale_window: the scale grows after this many finite steps in a row.
       min_scale: the floor.
       delayed_shift: how many non-finite steps it takes to back off.
       consecutive_hysteresis: whether these steps must be consecutive. If not, a scale
-        that has backed off backs off at every overflow, until it is due to grow.
+        that has backed off does so again on every overflow until it is due to grow.
       raise_error_at_min_scale: whether `raise_if_stuck` raises an error after an
         overflow at the floor.
 
@@ -536,7 +541,7 @@ def fairseq(
 
     Args:
       init_scale: the initial scale.
-      scale_factor: the scale grows by this factor, and is divided by it to back off.
+      scale_factor: the scale grows by this factor and is divided by it to back off.
       scale_window: the scale grows after this many finite steps in a row.
       tolerance: the scale backs off if the overflows since the last back-off make up at
         least this share of the steps since the scale last changed.

@@ -55,10 +55,11 @@ def test_without_matplotlib_all_else_works_and_plot_names_the_extra(tmp_path):
     assert "line 4, in <module>" in run.stderr
 
 
-def test_the_colours_of_what_is_scaled_are_public():
+def test_the_module_exports_its_functions_and_the_colors_of_what_is_scaled():
     axes = ols.plot.loss_scale([{"loss_scale": 8.0, "should_apply": True}])
     assert axes.get_lines()[0].get_color() == ols.plot.AFTER
     assert ols.plot.BEFORE != ols.plot.AFTER
+    assert plot.__all__ == ["AFTER", "BEFORE", "exponents", "loss_scale"]
 
 
 @pytest.mark.parametrize("flag", [bool, int, float])
@@ -88,7 +89,7 @@ def test_loss_scale_draws_the_scale_and_marks_skipped_steps(stacked):
     assert line.get_label() == "mine"
 
 
-def test_crosses_have_the_colour_that_matplotlib_chooses_for_the_line():
+def test_crosses_have_the_color_that_matplotlib_chooses_for_the_line():
     history = {"loss_scale": np.ones(3), "should_apply": np.zeros(3, bool)}
     line, marks = plot.loss_scale(history, color=None).lines
     assert line.get_color() == marks.get_color()

@@ -1,6 +1,6 @@
-"""The dynamic loss scale, which grows at finite steps and backs off at overflows.
+"""The dynamic loss scale, which grows by trial and backs off on overflow.
 
-The largest scale at which no gradient overflows depends on the gradients, and changes
+The largest scale at which no gradient overflows depends on the gradients and changes
 during training. This rule follows it by trial and error: it raises the scale from time
 to time until gradients overflow, and then lowers it again. For example, with the
 defaults::
@@ -11,7 +11,7 @@ Each overflow costs one skipped step, so with the default interval, a scale that
 near the largest possible one costs about one step in 2000.
 
 While a step is traced, it is not known whether its gradients are finite, so `adjust`
-computes the loss scale for both cases, and selects one of them.
+computes the loss scale for both cases and selects one of them.
 """
 
 import math
@@ -31,7 +31,7 @@ Refill = Literal["growth", "rescale", "finite"]
 
 
 class DynamicLossScale(LossScale):
-    """Grows after a run of finite steps, and backs off at a non-finite one.
+    """Grows after a run of finite steps and backs off on a non-finite one.
 
     This is the default of `with_loss_scale`. If the gradients of most steps are zero,
     use `HeadroomLossScale` instead: zeros are finite, so such steps keep raising this
@@ -66,14 +66,14 @@ class DynamicLossScale(LossScale):
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale stays in float32's range.
       hysteresis: how many non-finite steps it takes to back off; `hysteresis_refill`
-        determines when the count starts over. With 2 or more, the first broken batch
-        after the count has started over does not lower the scale.
-      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
-        `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
-        `"rescale"`, also when it backs off, as in tf.contrib. With `"finite"`, at each
+        determines when the count starts over. With 2 or more, one broken batch does not
+        lower the scale, unless others have used up the count.
+      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`: with
+        `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed; with
+        `"rescale"`, also when it backs off, as in tf.contrib; with `"finite"`, on each
         finite step, as with DeepSpeed's `consecutive_hysteresis`.
       can_be_exhausted: whether an overflow makes the scale `exhausted` if it is due to
-        back off, but cannot be lowered. `raise_if_stuck` then raises an error.
+        back off but cannot be lowered, so that `raise_if_stuck` raises an error.
       initial_growth_counter: the initial value of `growth_counter`, from 0 to
         `growth_interval - 1`.
 
@@ -135,8 +135,11 @@ class DynamicLossScale(LossScale):
     def exhausted(self) -> jax.Array:
         return jnp.asarray(self._exhausted)
 
+    def _upper_bound(self) -> float:
+        return math.inf if self.max_scale is None else self.max_scale
+
     def _after_finite_step(self) -> Self:
-        """Counts a finite step, and grows the scale if the interval is over."""
+        """Counts a finite step and grows the scale if the interval is over."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         grown = self._rescaled(self.growth_factor)
@@ -147,9 +150,6 @@ class DynamicLossScale(LossScale):
             hysteresis_left=jnp.where(refills, self.hysteresis, self.hysteresis_left),
             _exhausted=False,
         )
-
-    def _upper_bound(self) -> float:
-        return math.inf if self.max_scale is None else self.max_scale
 
     def _after_overflow(self) -> Self:
         """Backs off, or counts one of the overflows that `hysteresis` tolerates."""

@@ -2,8 +2,8 @@
 
 It has no state: the scale is configuration, so a compiled step contains it as a
 constant, which XLA can fold into other constants. With a scale of 1, the step contains
-no scaling. Given a number, as in `with_loss_scale(optimizer, 1024)`, the wrapper uses
-this loss scale. Given None, it uses this loss scale with a scale of 1.
+no scaling. This is the loss scale that `with_loss_scale` uses if it is given a number,
+as in `with_loss_scale(optimizer, 1024)`, or None, which stands for a scale of 1.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import LossScale
 
-# The reciprocal of a larger scale is subnormal in float32, so XLA flushes it to zero.
+# The reciprocal of a larger scale is subnormal in float32, which XLA may flush to zero.
 _MAX_INVERTIBLE = 2.0**126
 
 
@@ -29,11 +29,11 @@ class FixedLossScale(LossScale):
     """A constant loss scale.
 
     Use it if you have measured a scale at which gradients neither overflow nor
-    underflow. You can pass a number instead: `with_loss_scale(optimizer, 1024)`.
+    underflow. You can pass the number alone: `with_loss_scale(optimizer, 1024)`.
 
     If gradients do overflow, the scale stays as it is, and `with_loss_scale` skips the
-    step, unless `skip=None`. `update` itself checks nothing. A compiled step contains
-    the scale as a constant, and a scale of 1 compiles to no scaling at all.
+    step, unless `skip=None`; `update` itself checks nothing. A compiled step contains
+    the scale as a constant, and with a scale of 1, it contains no scaling at all.
 
     Args:
       scale: from 2**-126 to 2**126, so that it and its reciprocal are normal float32
@@ -82,7 +82,7 @@ class FixedLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, bool]:
-        """Returns this loss scale and True, without a check of the gradients."""
+        """Returns this loss scale and True, without checking the gradients."""
         return self, True
 
     def scale(self, tree: T) -> T:
@@ -107,5 +107,5 @@ class FixedLossScale(LossScale):
 
 
 def _widened(tree: T) -> T:
-    """Converts narrow floats to float32, as scaling by another number would."""
+    """Converts floats of 16 bits or fewer to float32, as any other scale does."""
     return map_inexact(lambda x: x, tree)

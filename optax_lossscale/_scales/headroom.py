@@ -5,27 +5,27 @@ for which the gradient is below `2**exponent`. A gradient of 2**-9, for example,
 exponent -8. Float16 overflows at 2**16, so with a margin of 1 bit, the scale for this
 exponent is 2**(16 - 1 + 8) = 2**23.
 
-The rule remembers the exponent of the largest recent gradient, and chooses the scale
+The rule remembers the exponent of the largest recent gradient and chooses the scale
 that keeps such a gradient `margin` bits below 2**16. While gradients are smaller, the
 remembered exponent falls, so that the scale can rise again. The *memory* is the number
 of steps in which it falls by about a bit, or by more if gradients are much smaller.
-Runs of overflows lengthen the memory, up to a limit.
+Runs of overflows lengthen the memory, up to 512 steps.
 
 An overflow has one of two causes: some gradient is too large for the scale, or the
-batch itself produces a NaN or an infinity. At first, the rule assumes the former. An
-infinity does not show by how much the scale is too large, so overflows in a row lower
-it by more and more bits. The sum of these bits is the *reserve*. It shrinks while steps
-are finite, and becomes 0 as soon as a measured gradient is large enough to explain the
-overflow. There may be no such gradient, because only the gradients of parameters are
-measured, and those inside the model may be larger. But if the reserve becomes very
-deep, and the next finite step has no such gradient, the batch is taken to be at fault.
-This step sets the reserve to 0, and a number of later overflows are *excused*: they do
-not lower the scale.
+batch itself produces a NaN or an infinity. The rule first assumes the former. Because
+an infinity does not show by how much the scale is too large, overflows in a row lower
+it by more and more bits, whose sum is the *reserve*. While steps are finite, the
+reserve shrinks, and it becomes 0 as soon as a measured gradient is large enough to
+explain the overflow. There may be no such gradient, because only the gradients of
+parameters are measured, and those inside the model may be larger. But if the reserve
+reaches 32 bits, and the next finite step has no such gradient, the batch is taken to be
+at fault: this step sets the reserve to 0, and up to 64 later overflows are *excused*,
+which means that they do not lower the scale.
 
 If all gradients of a step are zero, nonzero gradients may be rare, or all gradients may
-have underflowed. So the scale rises at such steps, too, but far more slowly.
+have underflowed, so the scale rises on such steps, too, but far more slowly.
 
-At each step, where `exponent` is that of the largest gradient, and `largest` is the
+On each step, where `exponent` is that of the largest gradient and `largest` is the
 remembered exponent::
 
     if grads_overflow:
@@ -56,9 +56,10 @@ where `fade(fall)` is::
         reserve = max(reserve - (1 + reserve) * fall, 0)
         overflows = min(overflows, 0)
 
-When a run begins, `largest` is `16 - margin - log2(initial_scale)`, and `memory`,
-`reserve` and `overflows` are 0. Only the scale, `spare_bits`, `reserve`, `memory` and
-`overflows` are stored: `largest` is computed from the first two.
+When a run begins, `largest` is `16 - margin - log2(initial_scale)`, with the initial
+scale rounded down to a power of two, and `memory`, `reserve` and `overflows` are 0. The
+state holds the scale, `spare_bits`, `reserve`, `memory` and `overflows`; `largest` is
+computed from the first two.
 """
 
 from typing import Any, Self
@@ -75,14 +76,15 @@ from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
 # These numbers were chosen by trial, on synthetic sequences of gradients like those in
-# docs/benchmarks/policies.md, unless a comment derives them.
+# docs/benchmarks/policies.md, unless a comment derives them. A *measured step* is one
+# with finite gradients that are not all zero.
 
 # All finite float16 numbers are below 2**16.
 _OVERFLOW_BITS = 16
 # At this reserve or above, the batch is taken to be at fault rather than the scale.
 # Float16's numbers span 40 bits, from 2**-24 to 2**16. A reserve of 32 leaves at most 8
-# of them below the largest gradient, and all smaller gradients underflow. One overflow
-# also adds at most this much to the reserve, apart from rounding.
+# of them below the largest gradient, and all smaller gradients underflow. This is also
+# the most that one overflow adds to the reserve, apart from rounding.
 _DEEP_BITS = 32
 # The remembered exponent falls twice as fast if that of the step is this much smaller.
 # If that of the step is 20 smaller, and the memory is 32 steps, the remembered exponent
@@ -95,7 +97,7 @@ _MAX_EXPONENT = 100
 # six overflows to find that, with reserves of 1, 3, 7, 15, 31 and 63 bits.
 _EXCUSED_STEPS = 64
 
-# In measured steps, the memory grows to this many steps. If it grew longer, one rare
+# Measured steps lengthen the memory to this many steps. If it were longer, one rare
 # outlier would keep the scale low for longer.
 _SHORTEST_MEMORY = 32
 # Runs of overflows double the memory up to this many steps. Overflows that recur less
@@ -110,7 +112,7 @@ _LENGTHENING = 2
 # Each measured step takes 1 part in 4096 from a longer memory.
 _SHORTENING = 4096
 
-# Close to the 2000 of TensorFlow and PyTorch. Its reciprocal is exact.
+# Close to the 2000 of TensorFlow and PyTorch, with a reciprocal that is exact
 _GROWTH_STEPS = 2048
 # This many steps with all-zero gradients count as one measured step, on the assumption
 # that few of them are due to underflow.
@@ -118,11 +120,11 @@ _ZERO_STEPS = 64
 
 
 class HeadroomLossScale(LossScale):
-    """Measures the largest gradient, and keeps it a little below overflow.
+    """Measures the largest gradient and keeps it a little below overflow.
 
-    Use it for short runs, and for gradients whose magnitude jumps or that are zero at
-    most steps. It measures only the gradients of parameters: if those inside the model
-    are larger, `DynamicLossScale` skips fewer steps.
+    Use it for short runs, for gradients whose magnitude jumps, and for gradients that
+    are all zero on most steps. It measures only the gradients of parameters: if those
+    inside the model are larger, `DynamicLossScale` skips fewer steps.
 
     The scale is a power of two between 2**-100 and 2**100. The rule chooses it so that
     the largest recent gradient, times the scale, is at least `margin` bits below 2**16,
@@ -146,10 +148,11 @@ class HeadroomLossScale(LossScale):
 
     Attributes:
       spare_bits: by how many bits the largest recent gradient could grow without an
-        overflow; float32, shape (). The number is the sum of the margin, the bits by
-        which earlier overflows still lower the scale, and the fraction of a bit by
-        which the scale is rounded down. It is less if the scale would otherwise be
-        below 2**-100.
+        overflow; float32, shape (). It is `16 - largest - log2(loss_scale)`, where
+        `2**largest` is the bound that the rule remembers for that gradient. This is the
+        sum of the margin, the bits by which earlier overflows still lower the scale,
+        and the fraction of a bit by which the scale is rounded down, or less if the
+        scale would otherwise be below 2**-100.
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -157,8 +160,7 @@ class HeadroomLossScale(LossScale):
     Source: a new rule, inspired by OpenSeq2Seq's `LogMaxScaler`.
 
     Example:
-      After one step, the largest gradient is scaled to less than 2**16 by the margin of
-      one bit, and at most one bit more:
+      After one step, the largest scaled gradient is one to two bits below 2**16:
 
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -204,7 +206,7 @@ class HeadroomLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Adapts the scale to one step, given only whether its gradients are finite.
 
-        The scale falls at overflows as in `update`, and doubles with every 2048 finite
+        The scale falls on overflow as in `update`, and doubles with every 2048 finite
         steps, whether or not they are consecutive.
 
         Args:
@@ -213,7 +215,7 @@ class HeadroomLossScale(LossScale):
         Returns:
           The new loss scale.
         """
-        # The reserve is added to `largest`, which falls at each finite step.
+        # The reserve is added to `largest`, which falls on each finite step.
         largest = self._largest() + self._reserve
         fallen = largest - 1 / _GROWTH_STEPS
         after_finite_step = self._scaled_for(fallen, reserve=0.0, overflows=0)
@@ -232,8 +234,11 @@ class HeadroomLossScale(LossScale):
         exponent = _OVERFLOW_BITS - self.margin - self._largest() - self._reserve
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
+    def _upper_bound(self) -> float:
+        return 2.0**_MAX_EXPONENT
+
     def _after_overflow(self) -> Self:
-        """Lowers the scale after an overflow, or excuses the overflow."""
+        """Lowers the scale after an overflow or excuses the overflow."""
         is_excused = self._overflows < 0
         increment = jnp.minimum(self._reserve + 1, _DEEP_BITS)
         deeper_reserve = jnp.ceil(self._reserve + increment)
@@ -295,13 +300,10 @@ class HeadroomLossScale(LossScale):
         overflows = jnp.where(batch_is_at_fault, -_EXCUSED_STEPS, excuses_left)
         return self._scaled_for(largest, reserve, overflows)
 
-    def _upper_bound(self) -> float:
-        return 2.0**_MAX_EXPONENT
-
     def _largest(self) -> jax.Array:
         """Returns the remembered exponent; float32, shape ().
 
-        It has a fraction because it falls by fractions of a bit. It is not stored, but
+        It has a fraction because it falls by fractions of a bit. It is not stored but
         computed from the scale, so that the rule continues from a scale that was set
         with `replace`.
         """
@@ -321,7 +323,7 @@ class HeadroomLossScale(LossScale):
         ideal = jnp.clip(ideal, -_MAX_EXPONENT, _MAX_EXPONENT)
         unrounded = jnp.maximum(ideal - reserve, -_MAX_EXPONENT)
         exponent = jnp.floor(unrounded)
-        # `exp2` is inexact, and would not return a power of two.
+        # `exp2` is inexact: on CPU, it often does not return a power of two.
         one = jnp.float32(1)
         loss_scale = jnp.ldexp(one, exponent.astype(jnp.int32))
         spare_bits = self.margin + ideal - exponent

@@ -1,7 +1,7 @@
 """The loss scale that predicts how large the next gradients will be.
 
-At each step, the rule computes log2 of the largest gradient, and updates moving
-averages of this number and of its square, from which it computes a mean and a standard
+At each step, the rule computes log2 of the largest gradient and updates moving averages
+of this number and of its square, from which it computes a mean and a standard
 deviation. It then chooses the scale so that the next step's largest gradient overflows
 only if its log2 is several standard deviations above the mean.
 
@@ -31,12 +31,12 @@ _decay = partial(
 
 
 class LogMaxLossScale(LossScale):
-    """Predicts the largest gradients, and scales them so that few overflow.
+    """Predicts the largest gradients and scales them so that few overflow.
 
-    Use it to continue a run of OpenSeq2Seq. For other runs, prefer `HeadroomLossScale`,
-    which measures the gradients, too. With the defaults here, a single overflow keeps
-    the scale at `min_scale` for thousands of steps, because it enters the averages as a
-    very large number.
+    Use it to resume a run that was started in OpenSeq2Seq. For other runs, prefer
+    `HeadroomLossScale`, which measures the gradients, too. With the defaults here, a
+    single overflow enters the averages as a number so large that it keeps the scale at
+    `min_scale` for thousands of steps.
 
     The rule assumes that log2 of each step's largest gradient is normally distributed.
     It scales a gradient whose log2 is `overflow_std_dev` standard deviations above the
@@ -49,8 +49,8 @@ class LogMaxLossScale(LossScale):
         loss_scale = clip(2 ** (16 - highest), min_scale, max_scale)
 
     A step whose gradients are all zero is averaged as if its largest gradient were
-    2**-126. `adjust` is given only a flag, so it averages overflows, and leaves the
-    scale as it is at finite steps.
+    2**-126. `adjust` is given only a flag, so it averages overflows and leaves the
+    scale as it is on finite steps.
 
     Args:
       initial_scale: the loss scale before the first step, within the bounds.
@@ -130,12 +130,15 @@ class LogMaxLossScale(LossScale):
         x = jnp.where(finite, jnp.log2(positive), self._x_of_overflow())
         return self._observe(x), finite
 
+    def _upper_bound(self) -> float:
+        return self.max_scale
+
     def _x_of_overflow(self) -> jax.Array:
         """Returns the `x` of an overflow, `2**log_max`; float32, shape ()."""
         return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:
-        """Averages one more `x`, and sets the next scale."""
+        """Averages one more `x` and sets the next scale."""
         new = self.replace(
             mean=_average(self.mean, x, self.beta1),
             slow_mean=_average(self.slow_mean, x, self.beta2),
@@ -144,9 +147,6 @@ class LogMaxLossScale(LossScale):
             weight2=self.weight2 * self.beta2,
         )
         return new.replace(loss_scale=new._predicted_scale())
-
-    def _upper_bound(self) -> float:
-        return self.max_scale
 
     def _predicted_scale(self) -> jax.Array:
         """Returns the scale at which the highest log2 becomes 16; float32, shape ()."""
@@ -163,6 +163,6 @@ class LogMaxLossScale(LossScale):
 
 
 def _average(average: jax.Array, x: jax.Array, decay: float) -> jax.Array:
-    """Adds a number to a moving average that began at 0, and is not bias-corrected."""
+    """Adds a number to a moving average that began at 0 and is not bias-corrected."""
     weight = jnp.float32(decay)  # rounded first, so that both weights add up to 1
     return weight * average + (1 - weight) * x

@@ -1,8 +1,8 @@
 """The loss scale that tolerates a share of overflows before it backs off.
 
 For example, with a tolerance of 0.5, the scale backs off if the second step of training
-overflows, but not if the third is the first to overflow: then only 1 step in 3 has
-overflowed. With a tolerance of 0, the scale backs off at every overflow.
+overflows, but not if the third is the first to overflow, because only 1 step in 3 has
+overflowed by then. With a tolerance of 0, the scale backs off on every overflow.
 """
 
 from typing import Self
@@ -19,12 +19,12 @@ from optax_lossscale._scales.loss_scale import LossScale
 
 
 class ToleranceLossScale(LossScale):
-    """Backs off at an overflow if too many recent steps have overflowed.
+    """Backs off on overflow if too many recent steps have overflowed.
 
-    Use it to continue a run of fairseq, or, with a `tolerance` above 0, to keep rare
-    broken batches from lowering the scale. At an overflow, the scale backs off if the
-    overflows since the last back-off make up at least the share `tolerance` of the
-    steps since the scale last changed. The rule::
+    Use it to resume a run that was started in fairseq, or, with a `tolerance` above 0,
+    to keep rare broken batches from lowering the scale. On overflow, the scale backs
+    off if the overflows since the last back-off make up at least the share `tolerance`
+    of the steps since the scale last changed. The rule::
 
         steps += 1
         if grads_finite:
@@ -40,14 +40,14 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     There are two exceptions. A scale that would fall to `min_scale` or below stays as
-    it is and becomes `exhausted`, and `raise_if_stuck` raises an error. A scale that
-    would grow beyond float32's range stays as it is.
+    it is and becomes `exhausted`, so that `raise_if_stuck` raises an error. A scale
+    that would grow beyond float32's range stays as it is.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
       growth_interval: the scale grows after this many finite steps in a row.
-      factor: the scale grows by this factor, and is divided by it to back off; at
-        least 1.
+      factor: the scale grows by this factor and is divided by it to back off; at least
+        1.
       tolerance: the share of overflows at which the scale backs off, in [0, 1].
       threshold: the lowest scale to back off to, or None. With a threshold above
         `min_scale`, the scale is never exhausted. As in the original, a scale below the
@@ -106,7 +106,7 @@ class ToleranceLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """Counts a finite step, and grows the scale if the interval is over."""
+        """Counts a finite step and grows the scale if the interval is over."""
         scale = self()
         steps = optax.safe_increment(self.steps)
         counter = self.growth_counter + 1
@@ -122,7 +122,7 @@ class ToleranceLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        """Counts an overflow, and backs off if the share of overflows is too large.
+        """Counts an overflow and backs off if the share of overflows is too large.
 
         A scale that would fall to `min_scale` or below stays as it is and is exhausted.
         """

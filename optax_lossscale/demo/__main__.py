@@ -1,7 +1,7 @@
 """Trains a transformer in float32, and in float16 with and without loss scaling.
 
 The loss is a mean over a global batch of 1024 micro-batches, so gradients underflow in
-float16. To save time, each step computes one micro-batch only, and multiplies its
+float16. To save time, each step computes only one micro-batch and multiplies its
 unscaled gradient by 1024.
 """
 
@@ -21,7 +21,7 @@ MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
 
 LAST_STEPS = 40
-"""The printed loss is the mean over this many steps."""
+"""The printed loss is the mean over this many steps, the last of a run."""
 
 HEADER = f"""\
 | run | loss of last {LAST_STEPS} steps | skipped | last scale |
@@ -52,7 +52,7 @@ how it adapts.
 
 
 def make_train_step(loss_fn, loss_scale, steps):
-    """Builds the wrapped optimizer, and a compiled training step that uses it."""
+    """Builds the wrapped optimizer and a compiled training step that uses it."""
     learning_rate = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=3e-3,
@@ -121,7 +121,7 @@ def new_figure():
 
 
 def main(arguments=None):
-    """Trains the model once for each run, prints a table, and saves a plot."""
+    """Trains the model once for each run, prints a table and saves a plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     steps = parser.parse_args(arguments).steps

@@ -90,8 +90,8 @@ def dense(weights, x):
 def attention(weights, x):
     """Applies causal multi-head attention, with the softmax in float32.
 
-    This is written out, because `jax.nn.dot_product_attention` in float16 does not
-    compile for a CPU.
+    This is written out because `jax.nn.dot_product_attention` in float16, as in a model
+    that is cast by hand, does not compile for a CPU at these sizes (jax 0.10).
     """
     batch, length, width = x.shape
     qkv = x @ weights["qkv"]

@@ -21,7 +21,7 @@ def read():
 def batches(text, steps, seed):
     """Draws random excerpts of the text; int32, shape (steps, BATCH, CONTEXT + 1).
 
-    An excerpt has CONTEXT bytes of input, and one more that follows them. The same seed
+    An excerpt has CONTEXT bytes of input and one more that follows them. The same seed
     draws the same excerpts.
     """
     rng = np.random.default_rng(seed)

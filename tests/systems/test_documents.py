@@ -294,6 +294,8 @@ def public(module):
     )
     for name in sorted(names):
         value = getattr(module, name)
+        if isinstance(value, str):
+            continue  # a color of `plot`, which its module documents
         yield f"{module.__name__}.{name}", value
         if inspect.ismodule(value):
             yield from public(value)

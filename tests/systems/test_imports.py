@@ -159,6 +159,8 @@ def public(module):
     own = [name for name, x in vars(module).items() if inspect.isfunction(x)]
     for name in getattr(module, "__all__", own):
         value = getattr(module, name)
+        if isinstance(value, str):
+            continue  # a color of `plot`
         if inspect.ismodule(value):
             yield from public(value)
         elif hasattr(module, "__all__") or value.__module__ == module.__name__:
