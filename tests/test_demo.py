@@ -95,8 +95,10 @@ def test_bad_arguments_are_named(arguments, capsys):
 def test_without_matplotlib_it_can_be_imported_and_names_the_extra_when_it_runs(
     monkeypatch,
 ):
-    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+    drawing = ("matplotlib", "optax_lossscale.plot", "optax_lossscale._diagnosis.axes")
+    for name in [name for name in sys.modules if name.startswith(drawing)]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(ols, "plot", raising=False)  # that of an earlier import
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     imported = importlib.reload(demo)
     with pytest.raises(SystemExit, match=r"pip install 'optax_lossscale\[demo\]'"):

@@ -14,7 +14,6 @@ import optax
 from numpy.lib.stride_tricks import sliding_window_view
 
 import optax_lossscale as ols
-from optax_lossscale import plot
 from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
@@ -108,7 +107,7 @@ def draw(name, history, loss_axes, scale_axes):
     steps = range(window, len(losses) + 1)
     [line] = loss_axes.plot(steps, means, label=name, lw=width, alpha=0.5)
     color = line.get_color()
-    plot.loss_scale(history, scale_axes, color=color, lw=width, alpha=0.5)
+    ols.plot.loss_scale(history, scale_axes, color=color, lw=width, alpha=0.5)
 
 
 def new_figure():
