@@ -21,8 +21,15 @@ from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.call import Call, as_program
 
-# The default of `fun`. It is not None, so that `autocast(None)` is an error.
-_MISSING: Any = object()
+
+class _Missing:
+    """The default of `fun`. It is not None, so that `autocast(None)` is an error."""
+
+    def __repr__(self) -> str:
+        return "<none>"
+
+
+_MISSING: Any = _Missing()
 
 
 class AutocastFunction(Protocol):
