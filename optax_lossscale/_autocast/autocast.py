@@ -148,7 +148,7 @@ def autocast(
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     the operations that need float32. Here all operations between two products run in
-    float32, because a compiler fuses them.
+    float32, because a compiler can fuse them.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -15,7 +15,8 @@ among its operands has the `join` of their kinds. For other operations, if some 
 is NARROWED, SUM or NEAR, and none is FLOAT32:
 
 - A sum is a SUM, except that NEAR plus a literal or a parameter stays NEAR.
-- A multiplication by a factor of order 1, a division by a literal, or a `tanh` is NEAR.
+- A multiplication by a factor of order 1, a division by a literal of at least 1/4, or
+  an operation that keeps the range, such as `tanh`, is NEAR.
 
 A value minus its own mean or divided by its own norm is NEAR as well; `normalized`
 recognizes such values. In programs compiled for an H100 (not timed: see `store`), this

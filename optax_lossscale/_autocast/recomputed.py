@@ -8,8 +8,8 @@ In a recomputed island, some reductions are saved as residuals, too: those that 
 large array to a few elements and would need another pass over that array. An example is
 the sum over the vocabulary in a cross-entropy.
 
-What this file says of memory and traffic was read from programs compiled for an H100
-(not timed): see `store`.
+What this file says of fusion, memory and traffic was read from programs compiled for an
+H100 (not timed): see `store`.
 """
 
 from collections.abc import Iterable, Sequence

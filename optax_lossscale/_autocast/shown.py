@@ -7,11 +7,11 @@ in float32. For a value that is read, the line shows the dtype to which the regi
 casts it, or the dtype in which it is stored if an equation reads it without a cast.
 
 A line begins with `island` if the backward pass recomputes the region and with `run`
-otherwise, that is, for a single equation or for an island that is not recomputed. After
-`keeping` come the operations whose results are saved as residuals. A cheap equation
-that several regions repeat appears in the line of each. An equation has no line if
-nothing reads its results and it has no effect. Literals that an equation reads are not
-shown.
+otherwise, that is, for a single equation or for an island, or a part of one, that is
+not recomputed. After `keeping` come the operations whose results are saved as
+residuals. A cheap equation that several regions repeat appears in the line of each. An
+equation has no line if nothing reads its results and it has no effect. Literals that an
+equation reads are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -77,8 +77,8 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 def count_results(eqn: JaxprEqn) -> int:
     """Counts the results that a product computes, each a sum of `count_terms` terms.
 
-    If some terms cost no multiplication, it counts fewer results. The number of results
-    times the number of terms is then still about the number of multiplications.
+    If some terms need no multiplication, it counts fewer results. The number of results
+    times the number of terms is then still about the number of multiplications needed.
     """
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
@@ -87,7 +87,7 @@ def count_results(eqn: JaxprEqn) -> int:
     # multiplications as a product without that axis.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs, whose terms cost nothing.
+    # A transposed convolution puts zeros between its inputs. Their terms do not count.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 
