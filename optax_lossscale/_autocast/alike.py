@@ -1,10 +1,10 @@
 """Finds islands that are alike, so that JAX traces one function for all of them.
 
 The layers of a model often contain the same island, and JAX is slow to trace the
-derivatives of `jax.checkpoint`. So islands that are alike get the same cache key, and
-`run` makes one function for each key. Because the variables differ from layer to layer,
-a key refers to a value by its position in the island. If an island reads `h` and
-computes `exp(h) * 2`, its key records that `exp` reads value 0, and that `mul` reads
+derivatives of `jax.checkpoint`. Islands that are alike therefore get the same cache
+key, and `run` makes one function for each key. Because the variables differ from layer
+to layer, a key refers to a value by its position in the island. If an island reads `h`
+and computes `exp(h) * 2`, its key records that `exp` reads value 0 and that `mul` reads
 value 1 and the literal.
 """
 
@@ -20,7 +20,7 @@ from optax_lossscale._programs.keys import hashable_or_id, key_of, key_of_litera
 def key_of_island(island: Region, casting: Casting) -> Hashable:
     """Returns a key that is equal for islands that are alike.
 
-    Islands are alike if they do the same computation, on the same lines of source code.
+    Islands are alike if they do the same computation on the same lines of source code.
     The lines count because profiles and errors show them.
     """
     computed = [v for planned in island.equations for v in planned.eqn.outvars]

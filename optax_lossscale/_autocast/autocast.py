@@ -1,8 +1,8 @@
-"""`autocast`: runs a function's products in 16 bits, and most else in float32.
+"""`autocast`: runs a function's products in 16 bits and most else in float32.
 
 A call of the returned function traces `fun` into a program, plans the program, and runs
-the plan. `AutocastFunction.plan` does not run the plan, but returns it for printing.
-The `__init__.py` of this folder explains what a plan is.
+the plan. `AutocastFunction.plan` does not run the plan but returns it for printing. The
+`__init__.py` of this folder explains what a plan is.
 """
 
 import contextlib
@@ -21,8 +21,15 @@ from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.call import Call, as_program
 
-# The default of `fun`. It is not None, so that `autocast(None)` is an error.
-_MISSING: Any = object()
+
+class _Missing:
+    """The default of `fun`. It is not None, so that `autocast(None)` is an error."""
+
+    def __repr__(self) -> str:
+        return "<none>"
+
+
+_MISSING: Any = _Missing()
 
 
 class AutocastFunction(Protocol):
@@ -56,24 +63,24 @@ def autocast(
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Any:
-    """Makes `fun` run its matrix products in 16 bits, and most else in float32.
+    """Makes `fun` run its matrix products in 16 bits and most else in float32.
 
     A model with float32 parameters and inputs trains in float16 without a cast in the
-    model. Wrap the loss function, and call the result under `jit`: otherwise every call
+    model. Wrap the loss function and call the result under `jit`: otherwise every call
     traces and plans the function again. This works for training, evaluation and higher
     derivatives.
 
     Matrix products and convolutions, called products below, read and return `dtype`.
-    The operations between two products compute in float32, and round their result for
-    the second product. So exponentials, logarithms, powers, reductions, norms, losses
-    and quotients have the range and the digits of float32, and a mask of -1e9 or an
-    epsilon of 1e-8 keeps its value. A product too large for `dtype` still overflows,
+    The operations between two products compute in float32 and round their result for
+    the second product. Therefore, exponentials, logarithms, powers, reductions, norms,
+    losses and quotients have the range and the digits of float32, and a mask of -1e9 or
+    an epsilon of 1e-8 keeps its value. A product too large for `dtype` still overflows,
     which the loss scale detects.
 
     Two other kinds of operations run in 16 bits. First, sums that are carried from
     product to product, such as the residual stream of a transformer, are added and
     stored in 16 bits. Second, operations that move the result of a product move 16
-    bits, also between devices: `jax.lax.psum` adds such results in `dtype`, and may
+    bits, also between devices: `jax.lax.psum` adds such results in `dtype` and may
     overflow.
 
     The choice of the sums rests on two assumptions, which are not checked: all
@@ -87,8 +94,8 @@ def autocast(
     To leave a product in float32, give it `precision=jax.lax.Precision.HIGHEST` (`HIGH`
     is not enough), or compute it under `jax.default_matmul_precision("highest")`.
     Values that are float64, bfloat16 or float16 in `fun` itself are left unchanged as
-    well. So is all code that no jaxpr shows, such as the inside of a Pallas kernel. If
-    a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
+    well, and so is all code that no jaxpr shows, such as the inside of a Pallas kernel.
+    If a kernel needs 16 bits, wrap it with `cast_inputs`. `dtype_report` tells which
     products run in which dtype.
 
     Products inside `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, `custom_vjp`
@@ -105,13 +112,13 @@ def autocast(
         its arguments. Without `fun`, `autocast` returns a decorator, as in
         `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters; `()` if none do. A
-        product's result plus a parameter, such as a bias, may be stored in 16 bits
-        between products. A product's result plus any other float32 argument stays in
-        float32. So list only parameters, and only those of ordinary magnitude. If a
-        listed argument held a mask of -1e9 or statistics of 1e5, a sum with it would be
-        infinite in float16. If it held a recurrent state, or weights that inner steps
-        update, it would lose digits.
+      argnums: which positional arguments hold the parameters; `()` if none do. This
+        decides which sums may be stored in 16 bits between products: a product's result
+        plus a parameter, such as a bias, may be, but a product's result plus any other
+        float32 argument stays in float32. List only parameters, and only those of
+        ordinary magnitude: not a mask of -1e9 or statistics of 1e5, which float16 would
+        make infinite in such a sum, nor a recurrent state or weights that inner steps
+        update, which would lose digits.
 
         Three things do not count as parameters: arguments passed by keyword, arrays of
         shape (), such as a step size, and values multiplied by such an array. In Flax
@@ -122,7 +129,8 @@ def autocast(
       A function of the same arguments. It treats an argument in `dtype` as float32, so
       its results have the dtypes that `fun` returns for float32. Its attribute `plan`
       is another function of the same arguments, which returns a printable plan: what
-      would run in which dtype, at which line.
+      would run in which dtype, at which line. The `plan` of a method needs `self`, too,
+      as in `model.loss.plan(model, x)`.
 
     Raises:
       TypeError: if `fun` is not a function.
@@ -130,17 +138,17 @@ def autocast(
       ValueError: if `dtype` is neither float16 nor bfloat16.
       ValueError: if `argnums` repeats a number.
       ValueError: when the result is called, if a number in `argnums` is out of range.
-        Arguments passed by keyword have the positions after the positional ones.
+        Keyword arguments are counted after the positional ones.
 
     Warns:
       UserWarning: when the result is called, if no product runs in 16 bits, for reasons
-        that may be mistakes, such as float64 arguments. The warning names the reasons,
+        that may be mistakes, such as float64 arguments. The warning names the reasons
         with advice. It leaves out products that `fun` itself gives HIGHEST precision or
-        an algorithm, and products that have no operand in float32 or float64.
+        an algorithm and products that have no operand in float32 or float64.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     the operations that need float32. Here all operations between two products run in
-    float32, because a compiler fuses them.
+    float32, because a compiler can fuse them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -172,8 +180,8 @@ def autocast(
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         # On a TPU the compiler may merge the recomputation with the forward pass,
         # because it recomputes by itself where memory is short, as compiled programs
-        # show (not timed). While JAX traces, it does not tell for which platform, so
-        # that of the default backend is assumed.
+        # show (not timed). JAX does not tell for which platform it traces, so that of
+        # the default backend is assumed.
         prevent_cse = jax.default_backend() != "tpu"
         casting = Casting(low, prevent_cse=prevent_cse)
         with as_program(fun, args, kwargs, parameters, low) as call:

@@ -2,9 +2,9 @@
 
 While `autocast` traces a model, `AUTOCAST_DTYPE`, a user context of JAX, holds the
 dtype of its products. A function wrapped by `cast_inputs` reads this dtype at each
-call. If the dtype is float16, the function casts its float32 arguments to float16, and
-its float16 results back to float32. Outside `autocast` the dtype is None, and the
-function casts nothing.
+call. If it is float16, the function casts its float32 arguments to float16 and its
+float16 results back to float32. Outside `autocast` it is None, and the function casts
+nothing.
 """
 
 import functools
@@ -29,9 +29,9 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     context `fun` is called unchanged.
 
     A large negative bias becomes -inf in float16: pass the kernel a mask instead. If a
-    function has a custom derivative, wrap that function, not the kernels in its
-    rules. Flax NNX modules are allowed among the arguments, and variables that `fun`
-    sets in them stay set.
+    function has a custom derivative, wrap that function, not the kernels in its rules.
+    Flax NNX modules are allowed among the arguments, and variables that `fun` sets in
+    them stay set.
 
     Args:
       fun: a function of arrays, trees of arrays and anything else.

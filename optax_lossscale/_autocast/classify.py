@@ -1,7 +1,7 @@
 """The first pass: the kind of each value, which decides whether 16 bits can hold it.
 
-What a value holds is unknown until the program runs. So this is a dataflow analysis:
-it walks the program forward, and derives the kind of each value from the operation that
+What a value holds is unknown until the program runs, so this is a dataflow analysis: it
+walks the program forward and derives the kind of each value from the operation that
 computes it and the kinds of the operands. In `exp(tanh(x @ w + b))`, where `b` is a
 parameter, the four results are
 
@@ -10,16 +10,18 @@ parameter, the four results are
     tanh(_)    NEAR       in float32; a sum with it may still be stored in 16 bits
     exp(_)     FLOAT32    in float32, and so is a sum with it
 
-`Kind` defines the kinds. The result of an operation that only moves elements, or
-chooses among its operands, has the `join` of their kinds. For other operations, if some
-operand is NARROWED, SUM or NEAR, and none is FLOAT32:
+`Kind` defines the kinds. The result of an operation that only moves elements or chooses
+among its operands has the `join` of their kinds. For other operations, if some operand
+is NARROWED, SUM or NEAR, and none is FLOAT32:
 
 - A sum is a SUM, except that NEAR plus a literal or a parameter stays NEAR.
-- A multiplication by a factor of order 1, a division by a literal, or a `tanh` is NEAR.
+- A multiplication by a factor of order 1, a division by a literal of at least 1/4, or
+  an operation that keeps the range, such as `tanh`, is NEAR.
 
-A value minus its own mean, or divided by its own norm, is NEAR as well. `normalized`
-recognizes such values. This rule saves memory and traffic (see `store`) in a ResNet,
-and in transformers with a norm after each sum.
+A value minus its own mean or divided by its own norm is NEAR as well; `normalized`
+recognizes such values. In programs compiled for an H100 (not timed: see `store`), this
+rule saves memory and traffic in a ResNet and in transformers with a norm after each
+sum.
 
 The pass makes two assumptions that it does not check. First, all parameters are of
 order 1. Second, no value is multiplied so often that its range changes: after nine
@@ -54,7 +56,7 @@ from optax_lossscale._programs.walk import (
 
 
 class Kind(enum.IntEnum):
-    """What a value was computed from. Later kinds need more range, or more digits.
+    """What a value was computed from. Later kinds need more range or more digits.
 
     The kinds up to LARGE are computed from literals, masks and parameters alone.
 
@@ -62,16 +64,16 @@ class Kind(enum.IntEnum):
       NUMBER: a literal whose magnitude is 0 or from 1/256 to 4, a mask, or a value
         computed from these.
       PARAMETER: a parameter, or a value computed from parameters and NUMBERs.
-      LARGE: a literal whose magnitude is from 4 to 256, or a value computed with one.
-        It may be a term of a sum, but not a factor.
+      LARGE: a literal whose magnitude is above 4 and at most 256, or a value computed
+        with one. It may be a term of a sum but not a factor.
       NARROWED: the result of a narrowed product, possibly moved. It is in 16 bits
         already.
       SUM: a sum with a NARROWED value, or a choice between a NARROWED value and
         another, as by a `relu` or a mask. It may be stored in 16 bits from product to
         product, as in a model cast by hand.
       NEAR: a value computed from the kinds above that has about their range. It stays
-        in float32, and is recomputed. The sum of a NEAR value and a SUM is a SUM.
-      FLOAT32: any other value: it may have another range, or need more digits.
+        in float32 and is recomputed. The sum of a NEAR value and a SUM is a SUM.
+      FLOAT32: any other value: it may have another range or need more digits.
     """
 
     NUMBER = enum.auto()
@@ -90,8 +92,8 @@ Kinds = tuple[Kind, ...]
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
 # A value of one of these kinds is NEAR once it is normalized
 _NORMALIZABLE = frozenset({Kind.NARROWED, Kind.SUM, Kind.NEAR})
-# A literal within these bounds, whatever its sign, can multiply, divide or be added to
-# a value, and the result has about the range of the value. The bounds are heuristics. A
+# If a literal within these bounds, of either sign, multiplies, divides or is added to a
+# value, the result has about the range of the value. The bounds are heuristics. A
 # division by the smallest divisor is a multiplication by the largest factor.
 _SMALLEST_FACTOR = 2**-8
 _LARGEST_FACTOR = 2**2
@@ -159,7 +161,7 @@ def _kind_of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
             float_kinds.append(operand)
     if not float_kinds or _fills_with_a_number(eqn):
         return Kind.FLOAT32
-    # The result may be any operand, if the operation moves or chooses. In any other
+    # The result may be any operand if the operation moves or chooses. In any other
     # operation, the operand of the latest kind decides.
     kind = join(float_kinds)
     if eqn_traits & (RUNS_AS_STORED | Trait.CHOOSES):

@@ -1,13 +1,13 @@
-"""Runs a function with a custom derivative, and rewrites its rule as well.
+"""Runs a function with a custom derivative and rewrites its rule as well.
 
 A new `custom_jvp` or `custom_vjp` replaces the equation. It is built from two functions
 with the same results, up to rounding:
 
-- `narrowed` runs the program in the equation by its plan. The new `custom_jvp` or
-  `custom_vjp` calls `narrowed` where no derivative is taken.
+- `planned` runs the program in the equation by its plan. The new `custom_jvp` or
+  `custom_vjp` calls `planned` where no derivative is taken.
 - `original` casts the operands to the dtypes in which the equation was traced, runs the
   equation, and casts the results to the dtypes of the plan. The new rule differentiates
-  `original`, so JAX calls the user's rule in the traced dtypes, and casts tangents and
+  `original`, so JAX calls the user's rule in the traced dtypes and casts tangents and
   cotangents.
 
 The products in the user's rule are narrowed as well: the new rule is passed through
@@ -30,7 +30,7 @@ Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def custom_jvp(
-    narrowed: Function,
+    planned: Function,
     original: Callable[..., list[Any]],
     operands: Arrays,
     rewrite: Rewrite,
@@ -39,7 +39,7 @@ def custom_jvp(
 
     @jax.custom_jvp
     def function(*operands):
-        return narrowed(operands)
+        return planned(operands)
 
     @function.defjvp
     @rewrite
@@ -50,7 +50,7 @@ def custom_jvp(
 
 
 def custom_vjp(
-    narrowed: Function,
+    planned: Function,
     original: Callable[..., list[Any]],
     operands: Arrays,
     rewrite: Rewrite,
@@ -59,7 +59,7 @@ def custom_vjp(
 
     @jax.custom_vjp
     def function(*operands):
-        return narrowed(operands)
+        return planned(operands)
 
     # Because of `symbolic_zeros=True`, JAX passes two things for each operand: its
     # `value`, and whether it is `perturbed`, that is, part of the differentiation.
@@ -86,7 +86,7 @@ def custom_vjp(
 def _with_pullback(
     original: Callable[..., list[Any]], perturbed: Sequence[int], primals: Arrays
 ) -> tuple[list[Any], Any]:
-    """Runs `original`, and returns its results and the pullback of its float results.
+    """Runs `original`; returns its results and the pullback of those that are floats.
 
     Some operands are values that the user's function closes over. `jax.vjp` refuses to
     differentiate these, so it is applied to the `perturbed` operands alone.

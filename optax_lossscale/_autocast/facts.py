@@ -1,10 +1,10 @@
 """The dtype in which each value of a program is stored, by its kind and its use.
 
 `classify` finds the kind of a value, and `uses` how the value is used later. Take
-`h = x @ w + b` and `y = h + jnp.tanh(h @ w)`, where `b` is a parameter. The kind of `h`
-is SUM, a sum with a product's result. The use of `h` is BOTH: the product `h @ w`
-depends on `h`, and the sum reads `h` after that product. So `h` is stored in 16 bits,
-by the rule in `stored_dtype`.
+`h = x @ w + b` and `y = h + jnp.tanh(h @ w)`, where `b` is a parameter. By the rule in
+`stored_dtype`, `h` is stored in 16 bits for two reasons: its kind is SUM, a sum with a
+product's result; and its use is BOTH, because the product `h @ w` depends on `h`, and
+the sum reads `h` after that product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Casting(NamedTuple):
         user's own `jax.checkpoint`, whose policy decides which residuals are saved.
       keeps_reductions: whether some reductions get a name, by which they are saved as
         residuals. This is False in a custom derivative, because JAX may have to
-        transpose the derivative, and a name has no transpose. It is also False in a
+        transpose the derivative and a name has no transpose. It is also False in a
         program whose equations have different meshes.
       prevent_cse: the argument of `jax.checkpoint`.
     """
@@ -100,7 +100,7 @@ def stored_dtype(v: Atom, kind: Kind, use: Use, low: np.dtype) -> Any:
 
     A NARROWED value is in 16 bits already. A SUM is stored in 16 bits if a product
     depends on it and it is live across one. Any other value has the dtype in which it
-    was traced, but `store` may still round it, if only products read it. `store` also
+    was traced, but `store` may still round it if only products read it. `store` also
     decides whether a value is stored at all.
 
     The rule depends on the use, not on the program that holds the reader: a `scan` or

@@ -1,14 +1,14 @@
-"""Recognizes a value minus its mean, or over its norm, by how it is computed.
+"""Recognizes a value minus its mean or over its norm by how it is computed.
 
 A value minus its mean keeps about its magnitude, and a value over its norm is of order
 1, so 16 bits can hold either. But this is true only of the value's own mean and norm.
 Divided by the norm of another value, or by a mean, which may be 0, a value may be of
 any magnitude.
 
-So the result of each equation is matched against the formulas of means and norms. A
-result that may be part of a formula has a *role* in it, and a *source*: the value that
-may be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all results is
-`x`. In order, the roles of these results are:
+The result of each equation is therefore matched against the formulas of means and
+norms. A result that may be part of a formula has a *role* in it and a *source*: the
+value that may be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all
+results is `x`, and their roles are, in order:
 
     x * x            "squares"
     sum(_)           "power"
@@ -17,14 +17,15 @@ may be normalized. In `x * rsqrt(sum(x * x) / 8 + 1e-6)`, the source of all resu
     rsqrt(_)         "inverse norm"
     x * _            "normalized"
 
-If the mean of the source was subtracted first, the roles are *centred*: a centred power
-is the variance of `x`. To recognize another formula, add its operations to `_RULES`.
+If the mean of the source was subtracted first, the roles are *centered*: a centered
+power is the variance of `x`. To recognize another formula, add its operations to
+`_RULES`.
 
-The axes of a mean or a norm are not checked, nor is the order of the elements. So rows
+The axes of a mean or a norm are not checked, nor is the order of the elements, so rows
 that are divided by the norms of other rows count as normalized, though they may be of
-any magnitude. No model is known that divides in this way. In such a model, float16 may
-overflow, which the loss scale detects. In bfloat16, digits may be lost, which
-`diagnose` shows, but training does not.
+any magnitude. We know of no model that does this. In such a model, float16 may
+overflow, which the loss scale detects, and bfloat16 may lose digits, which `diagnose`
+shows but training does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class Role(NamedTuple):
     Attributes:
       source: a variable; None for a number computed from literals alone.
       name: a value of `_RULES`, or "number" if computed from literals alone.
-      is_centred: whether the mean was subtracted from the source.
+      is_centered: whether the mean was subtracted from the source.
       terms: the number of summed terms over the divisor: 1 for a mean, 8 for a sum of 8
         terms.
       value: the value of a literal. A number computed from literals counts as 1.
@@ -52,7 +53,7 @@ class Role(NamedTuple):
 
     source: Any
     name: str
-    is_centred: bool = False
+    is_centered: bool = False
     terms: float = 1
     value: Any = 1
 
@@ -95,8 +96,7 @@ _NEUTRAL_NUMBERS: dict[Formula | None, tuple[float, float]] = {
     "over": (1, np.inf),
 }
 # The smallest `terms` of a power that counts as a mean. A mean over n devices has 1/n
-# terms, because its sum counts as one term. The value is a heuristic, which allows for
-# 4096 devices.
+# terms, because its sum counts as one term. A heuristic, which allows for 4096 devices.
 _FEWEST_TERMS = 2**-12
 _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 
@@ -104,14 +104,14 @@ _REARRANGING = Trait.MOVES | Trait.PLACES | Trait.SENDS | Trait.SPREADS
 def role_of(
     eqn: JaxprEqn, are_factors: Sequence[bool], roles: Mapping[Var, Role]
 ) -> Role | None:
-    """Returns the role of an equation's only result; None if it has no role.
+    """Returns the role of an equation's result; None if it has no role.
 
-    An equation with several results has no role, either.
+    If an equation has several results, none of them has a role.
 
     Args:
       eqn: the equation.
       are_factors: whether each operand is a parameter, a mask or a literal of order 1.
-      roles: the roles of earlier results. Any other variable has the role "value", and
+      roles: the roles of earlier results. Any other variable has the role "value" and
         is its own source.
     """
     if len(eqn.outvars) != 1:
@@ -137,9 +137,9 @@ def role_of(
 
 
 def is_normalized(role: Role) -> bool:
-    """Whether this is a value over its norm, or minus its mean."""
+    """Whether this is the role of a value over its norm or minus its mean."""
     if role.name == "value":
-        return role.is_centred
+        return role.is_centered
     return role.name == "normalized"
 
 
@@ -148,8 +148,9 @@ def _combined(
 ) -> Role | None:
     """Combines the `parts`, which are roles of operands, by `_RULES`.
 
-    The result is None if no rule fits, or if the parts have different sources. The
-    `operands` are the roles of all operands, including numbers and factors.
+    The result is None if no rule fits, or if the parts have different sources or only
+    some are centered. The `operands` are the roles of all operands, including numbers
+    and factors.
     """
     formula = row_of(eqn).formula
     name = _RULES.get((formula, *[role.name for role in parts]))
@@ -157,7 +158,7 @@ def _combined(
         return None
     first = parts[0]
     for role in parts:
-        if role.source != first.source or role.is_centred != first.is_centred:
+        if role.source != first.source or role.is_centered != first.is_centered:
             return None
     subtracts_mean = formula == "minus" and len(parts) == 2
     terms = max(role.terms for role in parts) * count_terms(eqn)
@@ -173,7 +174,7 @@ def _combined(
     return Role(
         source=first.source,
         name=name,
-        is_centred=first.is_centred or subtracts_mean,
+        is_centered=first.is_centered or subtracts_mean,
         terms=terms,
     )
 

@@ -3,7 +3,7 @@
 `jnp.einsum("i,j->ij", x, y)` is a `dot_general` that sums nothing, so it is not
 narrowed. Its derivatives are matrix products that do sum, and they would run in float32
 as well. If the outer product is computed as `x[:, None] * y[None, :]` instead, its
-derivatives are multiplications and sums, which a compiler fuses.
+derivatives are multiplications and sums, which a compiler can fuse.
 """
 
 import jax

@@ -20,7 +20,7 @@ Island = list[JaxprEqn]
 def partition(
     eqns: Sequence[JaxprEqn], roots: Iterable[Var]
 ) -> list[Island | JaxprEqn]:
-    """Returns the islands of a program, and the equations outside them, in order.
+    """Returns the islands of a program and the equations outside them, in order.
 
     Each part reads only results of earlier parts. An equation is in an island if it is
     cheap and depends on a root. While an island grows, the other equations that do not

@@ -2,8 +2,8 @@
 
 `facts` and `store` do most of the work. This file applies them to the program, and to
 the programs in each equation that is *rewritten*, that is, runs its programs by plans
-of their own. A `scan`, for example, gets a plan for its body. This plan depends on the
-program around the scan: on the kinds and dtypes of the scan's operands, and on the uses
+of their own. A `scan`, for example, gets a plan for its body, which depends on the
+program around the scan: on the kinds and dtypes of the scan's operands and on the uses
 and dtypes of its results.
 """
 
@@ -66,7 +66,7 @@ def plan_for(
 
     Args:
       jaxpr: the program.
-      args: its arguments. An argument in the low dtype is read as it is, without a
+      args: its arguments. An argument in the 16-bit dtype is read as it is, without a
         cast to float32.
       kinds: the kinds of its arguments.
       casting: the options of the rewrite.
@@ -101,9 +101,9 @@ def _plan(
       casting: the options of the rewrite.
     """
     eqns = flat(jaxpr).eqns
-    # To keep a value by name, JAX adds a `reduce_precision`, and runs it in the mesh
+    # To save a value by name, JAX adds a `reduce_precision` and runs it in the mesh
     # around the program. If equations have different meshes, that can be the wrong
-    # mesh, so nothing is kept by name.
+    # mesh, so nothing is saved by name.
     meshes = {eqn.ctx.cur_abstract_mesh for eqn in eqns}
     if len(meshes) > 1:
         casting = casting._replace(keeps_reductions=False)
@@ -123,7 +123,7 @@ def _plan(
 
 
 def _rewritten(facts: Facts, eqn: JaxprEqn) -> PlannedEquation:
-    """Plans an equation that is rewritten, and the programs in it."""
+    """Plans an equation that is rewritten and the programs in it."""
     outer_kinds = kinds_of(eqn.invars, facts.kinds)
     kinds = kinds_inside(eqn, outer_kinds)
     outer_uses = tuple(facts.uses[v] for v in eqn.outvars)

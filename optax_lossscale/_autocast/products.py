@@ -1,15 +1,15 @@
 """Decides which products are narrowed and which equations are rewritten.
 
 A product is *narrowed*, which means that it is computed in 16 bits, if its operands and
-its result are float32, and if it has neither HIGHEST precision nor an algorithm.
+its result are float32 and if it has neither HIGHEST precision nor an algorithm.
 
 An equation that holds programs, such as a `scan`, *may be rewritten* if other programs
-can take the place of those that it holds, and if nothing forbids it. For example, a
+can take the place of those that it holds and if nothing forbids it. For example, a
 `while` that waits for a number to converge is left as it is. The equation *is
 rewritten* if, in addition, its programs contain something to change: a product to
-narrow, an outer product to replace, or another equation to rewrite. The rule of a
-`custom_vjp` may contain any of these, and JAX has not traced it yet. So a `custom_vjp`
-is rewritten whenever it may be.
+narrow, an outer product to replace, or another equation to rewrite. A `custom_vjp` is
+rewritten whenever it may be, because its rule, which JAX has not traced yet, may
+contain any of these.
 
 If `autocast` narrows nothing, it warns with the reasons from `why_none_is_narrowed`.
 """
@@ -83,8 +83,8 @@ def is_outer_product(eqn: JaxprEqn) -> bool:
 def _may_change(eqn: JaxprEqn) -> bool:
     """Whether `autocast` may change how a product or an outer product is computed.
 
-    The equation must map float32 to float32, and must have neither HIGHEST precision
-    nor an algorithm.
+    The equation must map float32 to float32 and have neither HIGHEST precision nor an
+    algorithm.
     """
     if asks_for_highest(eqn):
         return False
@@ -94,19 +94,19 @@ def _may_change(eqn: JaxprEqn) -> bool:
 
 
 def may_be_rewritten(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds programs, and `autocast` may run others instead."""
+    """Whether an equation holds programs that `autocast` may replace by others."""
     return _why_not_rewritten(eqn) is None
 
 
 def is_rewritten(eqn: JaxprEqn) -> bool:
     """Whether an equation runs its programs by plans of their own.
 
-    Such an equation may be rewritten, and its programs contain something to change. In
-    a `custom_jvp`, the rule is not searched: only the function's own program counts.
+    Such an equation may be rewritten, and its programs contain something to change. The
+    rule of a `custom_jvp` is not searched: only the function's own program counts.
     """
     if not may_be_rewritten(eqn):
         return False
-    if Trait.VJP in traits(eqn):  # its rule is not traced yet, and may have products
+    if Trait.VJP in traits(eqn):  # its rule is not traced yet and may have products
         return True
     return any(map(_is_changed, programs_in(eqn)))
 
@@ -130,9 +130,9 @@ def usual_precision() -> Any:
 def why_none_is_narrowed(program: AnyJaxpr) -> tuple[str, ...]:
     """Returns the reasons why no product is narrowed, with advice, each reason once.
 
-    If some product is narrowed, there are no reasons. A product never has a reason if
-    the user gives it HIGHEST precision or an algorithm, or if it has no operand in
-    float32 or float64.
+    The tuple is empty if some product is narrowed. Products that are left alone on
+    purpose give no reason: those to which the user gives HIGHEST precision or an
+    algorithm, and those without an operand in float32 or float64.
     """
     outcomes = _outcomes(program, usual_precision())
     if None in outcomes:
@@ -146,7 +146,7 @@ def _outcomes(program: AnyJaxpr, usual: Any) -> tuple[str | None, ...]:
 
     An outcome is None if the product is narrowed, and otherwise the reason why it is
     not. `usual` is the `usual_precision`. It is an argument because the results are
-    cached, and it may change from call to call.
+    cached and it may change from call to call.
     """
     outcomes = []
     for eqn in open_jaxpr(program).eqns:

@@ -2,7 +2,7 @@
 
 Each region is a function from the values that it reads to the values that it stores. A
 region that the backward pass recomputes is wrapped in `jax.checkpoint`, so its only
-residuals are the values that it reads, and its `kept_reductions`. A rewritten equation
+residuals are the values that it reads and its `kept_reductions`. A rewritten equation
 runs each of its programs by that program's own plan, in the same way.
 """
 
@@ -51,10 +51,10 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 class _Runner:
     """Runs a program by its plan, and each program in it by its own plan.
 
-    JAX traces and differentiates a function once, and caches the result by the identity
-    of the function. So a runner makes one function for each plan of an inner program,
-    however many equations share the plan, and one for all islands that are alike (see
-    `alike`). Layers that are alike are then traced once.
+    JAX traces and differentiates a function once and caches the result by the identity
+    of the function. To have layers that are alike traced once, a runner therefore makes
+    one function for each plan of an inner program, however many equations share the
+    plan, and one for all islands that are alike (see `alike`).
     """
 
     def __init__(self):
@@ -62,7 +62,7 @@ class _Runner:
         self._islands: dict[Hashable, Function] = {}
 
     def run(self, plan: Plan, args: Arrays) -> list[Any]:
-        """Runs the regions of a program in order, and returns its results."""
+        """Runs the regions of a program in order and returns its results."""
         program = plan.program
         values = dict(program.consts)
         cast_args = astypes(args, plan.in_dtypes)
@@ -85,7 +85,7 @@ class _Runner:
             return function
         key = key_of_island(region, casting)
         if key not in self._islands:
-            # A policy slows down tracing, so it is there only for kept reductions.
+            # A policy slows down tracing, so it is there only for saved reductions.
             policy = _SAVE_REDUCTIONS if region.kept_reductions else None
             self._islands[key] = jax.checkpoint(
                 function, prevent_cse=casting.prevent_cse, policy=policy
@@ -96,8 +96,8 @@ class _Runner:
         """Returns a jitted function that runs an inner program.
 
         A call, such as a `jit`, stays a call. The body of a loop or a branch is
-        inlined, because a compiler fuses less across a call, which would cost a scan
-        over layers traffic (see `store`).
+        inlined, because a compiler fuses less across a call: as compiled (not timed), a
+        scan over layers with a call in it moved 1.05 times the bytes.
         """
 
         def program(args):
@@ -107,7 +107,7 @@ class _Runner:
         return jax.jit(program, inline=not is_call)
 
     def _run_region(self, region: Region, inputs: Arrays) -> list[Any]:
-        """Runs the equations of a region, and returns the values that it stores."""
+        """Runs the equations of a region and returns the values that it stores."""
         values = dict(zip(region.reads, inputs, strict=True))
         stored = {}
 
@@ -159,7 +159,7 @@ class _Runner:
         return bind(eqn, operands)
 
     def _run_rewritten(self, planned: PlannedEquation, operands: Arrays) -> list[Any]:
-        """Runs a rewritten equation, and each of its programs by that program's plan."""
+        """Runs a rewritten equation, with each of its programs run by a plan."""
         eqn = planned.eqn
         name = eqn.params.get("name", name_of(eqn))
         is_call = Trait.INLINED in traits(eqn)
@@ -167,8 +167,8 @@ class _Runner:
         for plan in planned.plans:
             functions.append(self._program_function(plan, name, is_call))
         if traits(eqn) & (Trait.JVP | Trait.VJP):
-            (narrowed,) = functions
-            return _run_with_rule(planned, narrowed, operands)
+            (function,) = functions
+            return _run_with_rule(planned, function, operands)
         return enter(eqn, operands, functions)
 
 
@@ -193,11 +193,11 @@ def _product(eqn: JaxprEqn, operands: Arrays) -> list[Any]:
 
 
 def _run_with_rule(
-    planned: PlannedEquation, narrowed: Function, operands: Arrays
+    planned: PlannedEquation, function: Function, operands: Arrays
 ) -> list[Any]:
     """Runs a function with a custom derivative, whose rule `enter` would lose.
 
-    `narrowed` runs the function's program by its plan: see `derivatives`.
+    `function` runs the user's function by its plan: see `derivatives`.
     """
     eqn = planned.eqn
     (plan,) = planned.plans
@@ -210,11 +210,11 @@ def _run_with_rule(
     casting = plan.casting._replace(keeps_reductions=False)
     rewrite = functools.partial(_rewrite, casting)
     run_rule = custom_jvp if Trait.JVP in traits(eqn) else custom_vjp
-    return run_rule(narrowed, original, operands, rewrite)
+    return run_rule(function, original, operands, rewrite)
 
 
 def _spread(eqn: JaxprEqn, operands: Arrays, low: np.dtype) -> list[Any]:
-    """Spreads an array over devices in 16 bits, and its tangent in float32.
+    """Spreads an array over devices in 16 bits and its tangent in float32.
 
     The cotangent is then summed over the devices in float32.
     """

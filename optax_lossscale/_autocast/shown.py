@@ -4,14 +4,14 @@
 
 This region reads the value 2, computes `exp` and `reduce_sum`, and stores the value 4
 in float32. For a value that is read, the line shows the dtype to which the region first
-casts it, or the dtype in which it is stored, if an equation reads it without a cast.
+casts it, or the dtype in which it is stored if an equation reads it without a cast.
 
-A line begins with `island` if the backward pass recomputes the region, and otherwise
-with `run`: then the region is a single equation, or an island that is not recomputed.
-After `keeping` come the operations whose results are saved as residuals. A cheap
-equation that several regions repeat appears in the line of each. An equation has no
-line if nothing reads its results and it has no effect. Literals that an equation reads
-are not shown.
+A line begins with `island` if the backward pass recomputes the region and with `run`
+otherwise, that is, for a single equation or for an island, or a part of one, that is
+not recomputed. After `keeping` come the operations whose results are saved as
+residuals. A cheap equation that several regions repeat appears in the line of each. An
+equation has no line if nothing reads its results and it has no effect. Literals that an
+equation reads are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ def text_of(plan: "Plan") -> str:
 
 
 def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
-    """Yields the lines of a plan, and adds the plan to the `printed` ones."""
+    """Yields the lines of a plan and adds the plan to the `printed` ones."""
     if plan in printed:
         yield "as above"
         return
@@ -111,7 +111,7 @@ def _operations(eqns: Iterable[JaxprEqn]) -> str:
 def _typed(names: Names, values: Iterable[tuple[Any, Any]]) -> str:
     """Names each value, or shows it if it is a literal, with its dtype.
 
-    A token has no dtype, and is shown as in `3:token`.
+    A token, which has no dtype, is shown as in `3:token`.
     """
     typed = []
     for v, dtype in values:

@@ -1,25 +1,27 @@
 """The third pass: what each region stores, in which dtype, and what islands repeat.
 
 The pass walks the program backward, from the regions that read a value to the region
-that computes it. It builds the regions on the way:
+that computes it, and builds the regions on the way:
 
 - An island stores a value in 16 bits if no later region needs the value in float32. A
-  product needs 16 bits, and an island needs the dtype that `facts` has for the value.
-- An island repeats a cheap equation instead of reading its results, if the results take
+  product needs 16 bits. An island needs the dtype that `facts` has for the value, or 16
+  bits if it only rounds the value.
+- An island repeats a cheap equation instead of reading its results if the results take
   at least as many bytes as the stored values from which they are computed. In
-  `y = tanh(x @ w)` and `y * (y @ w)`, the island of the multiplication reads `x @ w`,
+  `y = tanh(x @ w)` and `y * (y @ w)`, the island of the multiplication reads `x @ w`
   and computes `tanh` again.
 - An equation gets no region if it has no effects and nothing reads its results: dead
   code is eliminated.
 
 Most islands are recomputed in the backward pass. Their residuals are then the values
-that they read, not the float32 arrays that they compute.
+that they read and a few reductions (see `recomputed`), not the other float32 arrays
+that they compute.
 
-Some rules here and in `region`, `recomputed` and `classify` exist only to save memory,
+Some rules here and in `region`, `recomputed` and `classify` exist only to save memory
 or *traffic*: the bytes that are moved between memory and processor. The docstring of
 such a rule says in which models it saves them, as programs compiled for an H100 show
-(not timed). The figures are in the repository, in `docs/benchmarks/rules.md`. There,
-the command `python -m benchmarks rules` compiles models with each rule and without it.
+(not timed). The figures, in `docs/benchmarks/rules.md` of the repository, come from
+`python -m benchmarks rules`, which compiles models with all rules and without each one.
 """
 
 from collections import ChainMap
@@ -79,7 +81,7 @@ def regions_of(
 def island_roots(facts: Facts) -> Set[Var]:
     """Returns the values from which islands grow: those stored in 16 bits, and SUMs.
 
-    Most of them are the results of products, and sums with those. Any value that was in
+    Most of them are the results of products and sums with those. Any value that was in
     16 bits before, such as an argument or a constant, counts as well.
     """
     roots = set()
@@ -115,7 +117,7 @@ def _regions_of_island(
         in_order = sorted(eqns, key=positions.__getitem__)
         stores = {v: stored[v] for v in values}
         regions.append(region_of_island(facts, in_order, stores))
-        # Later regions of the island read what this one stores, and do not compute it.
+        # Later regions of the island read what this one stores and do not compute it.
         for v in values:
             del not_stored_yet[v]
     return regions
@@ -129,8 +131,8 @@ def _divided(facts: Facts, island: Island, stored: Dtypes) -> list[list[Var]]:
     read the sum then read it as stored, so their residual is the sum alone, not the
     operands of the sum. The same goes for a product's result that the island moves.
 
-    This division saves memory and traffic in transformers. In a recommender, it saves
-    traffic but costs memory; in Mamba, it costs traffic.
+    This division saves memory and traffic in transformers. In a recommender it saves
+    traffic but costs memory, and in Mamba it costs traffic.
     """
     read_here = {v for eqn in island for v in variables(eqn.invars)}
     stored_first = []
@@ -150,9 +152,9 @@ def _repeated(facts: Facts, roots: Set[Var]) -> dict[Var, JaxprEqn]:
 
     These equations are cheap, and their results take at least as many bytes as the
     stored values from which they are computed. Examples are the broadcast of a
-    constant, a mask, and the `tanh` of a product's result, which an island keeps
-    anyway, for the gradient. Repeating such equations saves memory and traffic in
-    transformers, mostly with long sequences.
+    constant, a mask, and the `tanh` of a product's result (which is saved for the
+    gradient anyway). Repeating such equations saves memory and traffic in transformers,
+    most of all with long sequences.
     """
     repeated = {}
     # For each of these results, the stored values from which an island computes it

@@ -1,11 +1,11 @@
 """The second pass: how each value is used after it has been computed.
 
 This is a liveness analysis: it walks the program backward, from the results to the
-arguments. It answers two questions about a value. Does any later product depend on it?
+arguments, and answers two questions about a value. Does any later product depend on it?
 And is it *live across* a product, that is, still read after that product? In
 `y = x + tanh(x @ w)`, both are true of `x`: the product depends on `x`, and the sum
 reads `x` after the product, so `x` has to be stored until then. Neither is true of the
-result of `x @ w`, if no later product depends on `y`.
+result of `x @ w` if no later product depends on `y`.
 
 To find the reads across a product, the pass gives each value a *depth*: the number of
 narrowed products and rewritten equations in the longest chain that leads to the value.
@@ -95,7 +95,7 @@ def _use_of_operand(
 ) -> Use:
     """Returns how an ordinary equation uses an operand.
 
-    An ordinary equation is not a narrowed product, and may not be rewritten.
+    An ordinary equation is not a narrowed product and may not be rewritten.
 
     Args:
       eqn: the equation.
@@ -109,7 +109,7 @@ def _use_of_operand(
         if isinstance(operand, Var) and depth[result] > depth[operand]:
             use |= Use.LIVE_ACROSS
         # If the result is live across a product, the equation may be repeated after
-        # that product, and its operand is then live across the product too. But if the
+        # that product, and its operand is then live across the product, too. But if the
         # operand is larger than the result, as in a reduction, the result is stored
         # instead.
         is_larger = size_of(operand.aval) > size_of(result.aval)
@@ -157,8 +157,8 @@ def operand_uses_inside(eqn: JaxprEqn, result_uses: Uses) -> list[Use]:
     """Returns how the programs in an equation use the equation's operands.
 
     `result_uses` has the uses of the programs' results, as `result_uses_inside` returns
-    them. The condition of a `while` is not counted, because it depends on integers
-    and booleans alone.
+    them. The condition of a `while` is not counted, because it depends on integers and
+    booleans alone.
     """
     operand_uses = [NEITHER] * len(eqn.invars)
     for program in result_programs(eqn):

@@ -28,7 +28,7 @@ Read the files in this order:
 - `work.py`: which equations are products, which are cheap, and how much they compute.
 - `lines.py`: the line of the user's code that made an equation.
 - `flat.py`: a program with its short calls, or all of its calls, inlined.
-- `enter.py`: an equation such as `scan`, run with its inner programs replaced.
+- `enter.py`: an equation such as a `scan`, run with its inner programs replaced.
 - `keys.py`: keys that are equal for equations that do the same computation.
 - `call.py`: a call of any function, traced into a program from arrays to arrays.
 - `nnx.py`: Flax NNX objects, which a function may change, carried through that trace.

@@ -1,8 +1,8 @@
 """`cached_by_program`: computes a function of a program once per jaxpr, not per call.
 
 JAX traces a jitted function once and shares its jaxpr between all calls. If `f` calls
-`g` twice, `g` calls `h` twice, and so on, then ten jaxprs stand for a thousand calls. A
-function that visited every call would take exponential time. So put this cache on a
+`g` twice, `g` calls `h` twice, and so on, then ten jaxprs stand for a thousand calls,
+and a function that visited every call would take exponential time. Put this cache on a
 function that looks into inner programs: the function then visits each jaxpr once.
 
 The cache cannot help once calls are inlined, because each call then has equations of
@@ -26,7 +26,7 @@ def cached_by_program(function: Callable[..., Result]) -> Callable[..., Result]:
     result depends on the current directory and on the imported frameworks. The cache
     keeps the lines of the first call.
 
-    A result is freed together with its program. It may refer to parts of the program,
+    A result is freed together with its program. It may refer to parts of the program
     but not to the program itself, because the cache would then keep the program alive
     forever.
     """

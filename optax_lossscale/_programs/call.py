@@ -1,13 +1,13 @@
 """Turns a call of any function into a program from arrays to arrays.
 
 The function may take and return pytrees, modules and anything else, and may change
-Flax NNX objects. A tree is flattened into its arrays and an *unflatten function*, which
-returns the tree with other arrays in their places. For `{"w": array, "name": "up"}`
-these are `[array]` and a function that puts one array under `"w"`.
+Flax NNX objects. A tree is flattened into its arrays and a function that returns the
+tree with other arrays in their places. For `{"w": array, "name": "up"}` these are
+`[array]` and a function that puts one array under `"w"`.
 
 `as_program` traces a program. Its inputs are the arrays in the arguments; its results
 are the arrays that changed in NNX objects, followed by those that the function returns.
-`Call.to_result` writes the changed arrays into the objects, and returns the others as a
+`Call.to_result` writes the changed arrays into the objects and returns the others as a
 tree.
 """
 
@@ -29,7 +29,7 @@ from optax_lossscale._programs import nnx
 from optax_lossscale._programs.values import FLOAT32, astype
 
 Unflatten = Callable[[Iterable[Any]], Any]
-"""An unflatten function: returns a tree with the given arrays in it."""
+"""A function that returns a tree with the given arrays in it."""
 
 
 class Call(NamedTuple):
@@ -40,7 +40,7 @@ class Call(NamedTuple):
         followed by the arrays that it returned.
       arrays: the arrays in the arguments, in their own dtypes.
       is_parameter: whether each of the `arrays` is a parameter.
-      to_result: converts results of the program to what the call returns, and writes
+      to_result: converts results of the program to what the call returns and writes
         the changed arrays into the caller's Flax NNX objects.
     """
 
@@ -93,13 +93,13 @@ def _of_arrays(
     """Wraps `fun` as a function of arrays alone, which JAX can trace.
 
     The function returns two `Partial`s, one for the changed NNX objects and one for the
-    results. A `Partial` is a pytree: JAX traces its arrays, and its treedef carries the
-    unflatten function out of the trace.
+    results. A `Partial` is a pytree: JAX traces its arrays, and its function, which
+    puts arrays into a tree, leaves the trace as a part of the treedef.
 
     Args:
       fun: the function.
       arrays: the arrays in the arguments of the call.
-      unflatten_inputs: the unflatten function of the arguments.
+      unflatten_inputs: returns the arguments with the given arrays in them.
     """
 
     def fun_of_arrays(*traced_args, **traced_kwargs):
@@ -109,7 +109,7 @@ def _of_arrays(
         objects = nnx.objects((args, kwargs))
         outputs = fun(*args, **kwargs)
         split_objects, results = nnx.split((objects, outputs))
-        # An array that an object held before the call, and still holds, is not a result
+        # An array that an object held before the call and still holds is not a result
         # of the program.
         tracer_ids = map(id, tracers)
         unchanged = dict(zip(tracer_ids, arrays, strict=True))
@@ -147,7 +147,7 @@ def _as_traced(x: Any, low: np.dtype | None) -> Any:
 
 
 def _flatten(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Unflatten]:
-    """Flattens a tree into its arrays and the unflatten function.
+    """Flattens a tree into its arrays and a function that puts arrays in their places.
 
     Unlike `jax.tree.flatten`, it leaves what JAX cannot trace, such as a string, in the
     tree.
@@ -155,7 +155,7 @@ def _flatten(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Unflat
     Args:
       tree: the tree.
       unchanged: arrays by id. An array of the tree whose id is among them is not
-        returned: the unflatten function holds the array from `unchanged` instead.
+        returned: the function holds the array from `unchanged` instead.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = []
@@ -164,7 +164,7 @@ def _flatten(tree: Any, unchanged: Mapping[int, Any]) -> tuple[list[Any], Unflat
         if is_traceable(x) and id(x) not in unchanged:
             arrays.append(x)
             # None is never a leaf, so it can mark the place of an array. The array
-            # itself may be a tracer, and must not outlive the trace.
+            # itself may be a tracer, which must not outlive the trace.
             static.append(None)
         else:
             static.append(unchanged.get(id(x), x))

@@ -1,7 +1,7 @@
 """Runs an equation that holds programs, such as a `scan`, with other programs in it.
 
-Binding such an equation again would run the programs that it holds. So
-`enter(eqn, operands, functions)` instead calls `lax.scan`, `lax.switch` or the like,
+Binding such an equation again would run the programs that it holds, so
+`enter(eqn, operands, functions)` calls `lax.scan`, `lax.switch` or the like instead,
 with a function in place of each program that computes results of the equation (see
 `result_programs` in `walk.py`). For a `scan`, `autocast` passes one function, which
 runs the body with its products in 16 bits.
@@ -11,7 +11,7 @@ functions of a `cond` must all return the same dtypes. And a loop's carry keeps 
 dtypes of the operands that it starts from, so what a function returns for the carry is
 cast to these dtypes.
 
-To run another operation in this way, give it a trait, and add a function to `_ENTER`.
+To run another operation in this way, give it a trait and add a function to `_ENTER`.
 """
 
 import functools

@@ -107,8 +107,8 @@ def _flattened(
 def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
     """Returns what `v` is called in the flat program: `env[v]`, or `v` itself.
 
-    With `jax_use_simplified_jaxpr_constants`, a literal may be an array. Such a
-    literal becomes a new variable, whose value is added to `consts`.
+    With `jax_use_simplified_jaxpr_constants`, a literal may be an array. Such a literal
+    becomes a new variable, whose value is added to `consts`.
     """
     if not isinstance(v, Literal):
         return env.get(v, v)

@@ -20,8 +20,8 @@ def users_line(eqn: JaxprEqn) -> str:
     """Returns the innermost line of the user's code that led to an equation, or "".
 
     A line is shown as in `model.py:12 (f)`. JAX traces a jitted function once for all
-    calls, and may not store the frames of its callers, so an equation in a jitted
-    helper of JAX or Flax may have no line of the user's.
+    calls and may not store the frames of its callers, so an equation in a jitted helper
+    of JAX or Flax may have no line of the user's.
     """
     folders = map(_package_folder, LIBRARIES)
     imported = tuple(folder for folder in folders if folder)

@@ -1,12 +1,12 @@
 """Carries Flax NNX objects, which a function may change in place, through a trace.
 
 A traced function must not change an object from outside the trace: the object would
-hold tracers afterwards. So the objects among its arguments, such as modules, are split
-into arrays and merged again twice:
+hold tracers afterwards. The objects among its arguments, such as modules, are therefore
+split into arrays and merged again twice:
 
 1. Outside the trace, `split` turns the arguments into trees of arrays.
 2. Inside, `merge` builds new objects from the traced arrays, for the function to use.
-3. Inside, `split` turns these objects, and the results, into trees of traced arrays.
+3. Inside, `split` turns these objects and the results into trees of traced arrays.
 4. Outside, `merge` writes the new arrays into the caller's own objects.
 
 Afterwards, each object has changed as it would have without a trace. The context
@@ -84,7 +84,7 @@ def split(tree: Any) -> Any:
         return jax.tree.map(split_node, tree, is_leaf=_is_object)
 
 
-def merge(tree: Any, inside: bool) -> Any:
+def merge(tree: Any, *, inside: bool) -> Any:
     """Merges the objects of a split tree again, `inside` the trace or outside."""
     nnx = _nnx()
     if nnx is None:

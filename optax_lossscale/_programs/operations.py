@@ -2,11 +2,10 @@
 
 To add an operation, begin with its row here. Other files look up the row of an
 equation's operation, `row_of(eqn)`, or the traits in that row, `traits(eqn)`. For
-example, `exp` has the traits `EXPONENTIAL` and `CHEAP`. It has none of `MOVES`, `SENDS`
-and `PRODUCT`, so `autocast` runs it as it was traced, in float32. Because it is
-`CHEAP`, the backward pass may recompute it. Because it is `EXPONENTIAL`, `dtype_report`
-lists it where its operand has 16 bits. An operation that is not in the table has the
-row `UNKNOWN`.
+example, `exp` has the traits `EXPONENTIAL` and `CHEAP`: `dtype_report` lists it where
+its operand has 16 bits, and the backward pass may recompute it. Because it has none of
+`MOVES`, `SENDS` and `PRODUCT`, `autocast` runs it as it was traced, in float32. An
+operation that is not in the table has the row `UNKNOWN`.
 """
 
 from enum import Flag, auto
@@ -20,12 +19,12 @@ from optax_lossscale._programs.versions import name_of
 class Trait(Flag):
     """The traits of operations; an operation may have several.
 
-    An operation that only returns elements of its operands has the same results in
-    every dtype that can hold these elements, so it could run in 16 bits. But its
-    derivative may be a sum, which would lose digits in 16 bits. So only an operation
-    with a trait of `RUNS_AS_STORED` runs in the dtype in which its operands are stored,
-    even in 16 bits. Any other runs in the dtype in which it was traced. The table has
-    an example for each trait of operations that only return elements:
+    `autocast` runs an operation with a trait of `RUNS_AS_STORED` in the dtype in which
+    its operands are stored, even in 16 bits, and any other operation in the dtype in
+    which it was traced. An operation that only returns elements of its operands could
+    run in any dtype that holds these elements, but the derivative of some such
+    operations is a sum, which would lose digits in 16 bits. The table has an example
+    for each trait of operations that only return elements:
 
     ========  ==================  ================================  =========
     trait     example             its derivative                    it runs
@@ -38,9 +37,11 @@ class Trait(Flag):
     CHOOSES   `clamp`             sums what one bound replaced      as traced
     ========  ==================  ================================  =========
 
-    Three exceptions run in 16 bits: narrowed products, sums that are stored in 16 bits,
-    and an operation that `SPREADS`, if `autocast` stores its result in 16 bits. The
-    derivative of the last, a sum over devices, still runs in float32.
+    There are four exceptions, which run in 16 bits in any case: narrowed products; sums
+    that `autocast` stores in 16 bits; an operation that `RUNS_AS_STORED` and is neither
+    `CHEAP` nor a sum, such as a transfer between devices, if all that read its result
+    need 16 bits; and an operation that `SPREADS`, if its result is stored in 16 bits.
+    The derivative of the last, a sum over devices, still runs in float32.
 
     Attributes:
       MOVES: only moves elements, or leaves some out, as `reshape` and `slice` do.
@@ -54,7 +55,7 @@ class Trait(Flag):
       VARIES: changes along which mesh axes an array varies, where JAX tracks these. If
         it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
       CHOOSES: returns elements of its operands, possibly negated or cast, so it needs
-        no more range than they do. The derivative of some such operations is a sum.
+        no more range than they do.
       FILLS: puts elements of one operand between those of another, as a mask does.
       GATHERS: looks up parts of its first operand by index, as an embedding does.
       NAMES: names its operand, so that a policy of `jax.checkpoint` can choose to save
@@ -69,7 +70,8 @@ class Trait(Flag):
       DIVIDES: divides two operands, element by element.
       KEEPS_RANGE: its results have about the range of its operands.
       SATURATES: approaches a limit for large operands of at least one sign.
-      EXPONENTIAL: changes the range of its operands: exponentials, logarithms, powers.
+      EXPONENTIAL: changes the range of its operands, as exponentials, logarithms,
+        powers and products of many elements do.
       PRODUCT: a matrix product or convolution, even if it sums nothing: see
         `is_product`.
       MAY_BE_OUTER: a matrix product that may also be an outer or an inner product, by
@@ -77,12 +79,12 @@ class Trait(Flag):
       OF_BITS: works on the bits of numbers, so another dtype would change its results.
       OPAQUE: runs code that no jaxpr shows, or does work that shapes do not determine.
       EFFECTFUL: does more than compute its results, so it must not run twice.
-      CALLS: calls the one program that it holds: runs it once, and returns its results.
+      CALLS: calls the one program that it holds: runs it once and returns its results.
       INLINED: does nothing but call its program, so the program's equations may replace
         it.
       CHECKPOINTS: decides which residuals of its program are saved, as `jax.checkpoint`
         does.
-      SCANS: runs its program once for each row of some operands, and carries a state
+      SCANS: runs its program once for each row of some operands and carries a state
         along.
       WHILE: runs one program, its body, as long as another, its condition, returns
         True.
@@ -92,9 +94,9 @@ class Trait(Flag):
       VJP: holds a program with a user-defined pullback, as `jax.custom_vjp` does. It
         runs once, where it stands, and is never `CHEAP`, because a nonlinear rule, such
         as one that clips, must get the whole cotangent at once.
-      CHEAP: takes at most one pass over its operands. Usually it takes none, because
-        the compiler fuses it with the operations that read its results. So a backward
-        pass may recompute the results instead of saving them.
+      CHEAP: takes at most one pass over its operands, and usually none, because the
+        compiler can fuse it with the operations that read its results. A backward pass
+        may therefore recompute the results instead of saving them.
     """
 
     # --- How elements are moved and chosen ---

@@ -100,7 +100,7 @@ def lengths_of(array: Any) -> list[int]:
 
     Lengths are symbolic where `jax.export` leaves an axis open, such as the axis of the
     batch. The value 1024 is a heuristic, with which such an axis counts as long. A
-    token has no shape, and so no axes.
+    token has no shape and therefore no axes.
     """
     shape = getattr(array, "shape", ())
     return [n if isinstance(n, int) else 1024 for n in shape]

@@ -107,7 +107,7 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns how many operands of a `scan` are constants, and how many are carried."""
+    """Returns how many operands of a `scan` are constants and how many are carried."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -10,7 +10,7 @@
   iteration to the next.
 
 For example, let a `while` loop carry two numbers, and let its condition read one
-constant, and its body none. Its operands are `const, carry, carry`, and:
+constant and its body none. Its operands are `const, carry, carry`, and:
 
     programs_in(eqn) == [condition, body]
     result_programs(eqn) == [body]

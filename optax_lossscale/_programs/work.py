@@ -2,8 +2,8 @@
 
 A *product* in this package is a matrix product or a convolution that sums. An outer
 product does not count, because it sums nothing. Nor does an inner product or a batch of
-inner products: every axis of the operands is summed over or is a batch axis, so each
-element is multiplied only once.
+them: every axis of the operands is summed over or is a batch axis, so each element is
+multiplied only once.
 
 The work of a product is the number of its results times the number of terms that each
 result sums. A product of matrices of shapes (8, 4) and (4, 2) has 16 results of 4 terms
@@ -29,7 +29,7 @@ from optax_lossscale._programs.walk import programs_in
 def is_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution that sums.
 
-    An inner product does not count, whether it returns a single number, or one number
+    An inner product does not count, whether it returns a single number or one number
     for each index of a batch.
     """
     if Trait.PRODUCT not in traits(eqn):
@@ -45,11 +45,11 @@ def is_product(eqn: JaxprEqn) -> bool:
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation may be computed again instead of storing its results.
+    """Whether an equation's results may be computed again instead of being stored.
 
     Its operation must be `CHEAP`, and all equations in the programs that it holds must
-    be cheap in turn. A product is not cheap. Nor is an equation with effects, because
-    it must run exactly once.
+    be cheap in turn. A product is not cheap, and neither is an equation with effects,
+    which must run exactly once.
     """
     if eqn.effects or is_product(eqn) or Trait.CHEAP not in traits(eqn):
         return False
@@ -62,7 +62,7 @@ def _is_cheap_program(program: AnyJaxpr) -> bool:
 
 
 def asks_for_highest(eqn: JaxprEqn) -> bool:
-    """Whether a product has HIGHEST precision or an algorithm, and must stay as it is.
+    """Whether a product has HIGHEST precision or an algorithm and must stay as it is.
 
     Either may come from the call or from the default precision around it. In the
     equation, JAX stores a precision as a pair, with one entry per operand, and an
@@ -77,8 +77,8 @@ def asks_for_highest(eqn: JaxprEqn) -> bool:
 def count_results(eqn: JaxprEqn) -> int:
     """Counts the results that a product computes, each a sum of `count_terms` terms.
 
-    If some terms cost no multiplication, it counts fewer results. The number of results
-    times the number of terms is then still about the number of multiplications.
+    If some terms need no multiplication, it counts fewer results. The number of results
+    times the number of terms is then still about the number of multiplications needed.
     """
     lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
@@ -87,7 +87,7 @@ def count_results(eqn: JaxprEqn) -> int:
     # multiplications as a product without that axis.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
         lengths = lengths[1:]
-    # A transposed convolution puts zeros between its inputs, whose terms cost nothing.
+    # A transposed convolution puts zeros between its inputs. Their terms do not count.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
     return math.ceil(math.prod(lengths) / dilation)
 

@@ -20,12 +20,12 @@ def kind_of(fun):
     return kinds[flat(program).outs[0]]
 
 
-def centred(h):
+def centered(h):
     return h - jnp.mean(h, -1, keepdims=True)
 
 
 def variance(h):
-    return jnp.mean(centred(h) ** 2, -1, keepdims=True)
+    return jnp.mean(centered(h) ** 2, -1, keepdims=True)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def variance(h):
         (Kind.FLOAT32, lambda w, g, x: jnp.clip(x @ w, 0, 1000)),
         (Kind.NEAR, lambda w, g, x: jax.nn.sigmoid(x @ w)),
         (Kind.NEAR, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
-        (Kind.NEAR, lambda w, g, x: centred(x @ w)),
-        (Kind.NEAR, lambda w, g, x: centred(x @ w) * g),
+        (Kind.NEAR, lambda w, g, x: centered(x @ w)),
+        (Kind.NEAR, lambda w, g, x: centered(x @ w) * g),
         (Kind.NEAR, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
         (Kind.SUM, lambda w, g, x: x @ w * g + x @ w * g),
@@ -79,13 +79,13 @@ def test_a_kind_is_that_of_what_a_value_is_made_of(kind, fun):
 
 
 NORMALIZED = [
-    centred,
+    centered,
     lambda h: h / (jnp.linalg.norm(h) + 1e-6),
     lambda h: h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6),
-    lambda h: centred(h) / (jnp.std(h) + 1e-7),
-    lambda h: centred(h) * jax.lax.rsqrt(variance(h) + 1e-12),
+    lambda h: centered(h) / (jnp.std(h) + 1e-7),
+    lambda h: centered(h) * jax.lax.rsqrt(variance(h) + 1e-12),
     lambda h: jax.nn.standardize(h, axis=(0, 1)),
-    lambda h: centred(centred(h)),
+    lambda h: centered(centered(h)),
     lambda h: h / jnp.where((norm := jnp.linalg.norm(h)) > 0, norm, 1.0),
     lambda h: (h - jnp.zeros(4)) / jnp.maximum(jnp.linalg.norm(h), 1e-12),
     # Over devices, and over the examples of a `vmap` as well as over their numbers
@@ -119,8 +119,8 @@ OTHERS = [
     lambda h: h / (jnp.linalg.norm(X @ (W * 2)) + 1e-6),
     lambda h: h * jax.lax.rsqrt(jnp.mean((X @ (W * 2)) ** 2) + 1e-12),
     lambda h: h / (jnp.std(h) + 1e-7),
-    lambda h: (centred(h) + 1) * jax.lax.rsqrt(variance(h) + 1e-12),
-    lambda h: jax.nn.sigmoid(centred(h)) * jax.lax.rsqrt(variance(h) + 1e-12),
+    lambda h: (centered(h) + 1) * jax.lax.rsqrt(variance(h) + 1e-12),
+    lambda h: jax.nn.sigmoid(centered(h)) * jax.lax.rsqrt(variance(h) + 1e-12),
 ]
 
 
