@@ -2,8 +2,8 @@
 
 A step whose gradients contain a NaN or an infinity must be skipped, so every step reads
 all of its gradients once before it applies any. That read is the cost of the check. The
-same pass computes the largest gradient or the global norm, if the loss scale or a skip
-rule needs it.
+same pass can compute the largest gradient or the global norm, which some loss scales
+and skip rules need.
 
 A *measure* says what to compute: a function of each element, such as its square, and an
 operation that combines the results, such as a sum. Leaves of the same shape and dtype
@@ -43,7 +43,7 @@ from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
 AxisName = Hashable
-"""The name of a mapped axis, or a tuple of such names."""
+"""The name of a mapped axis or a tuple of such names."""
 
 Groups = list[list[jax.Array]]
 """Groups of leaves of the same shape and dtype; one kernel reads a group."""
@@ -123,7 +123,7 @@ def largest(tree: Any) -> jax.Array:
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the global L2 norm, and whether every element is finite; shapes ().
+    """Returns the global L2 norm and whether every element is finite; shapes ().
 
     Both are computed in one pass over the elements. The norm and the sum of squares
     under its root are float32, so a norm of 2**64 or more is infinite, even if every
@@ -212,7 +212,7 @@ def _largest(groups: Groups) -> jax.Array:
 
 
 def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of squares, and whether every element is finite."""
+    """Returns the sum of squares and whether every element is finite."""
     sum_of_squares = _reduced(groups, _SQUARES)
     finite = _reduced(groups, _FLAGS)
     return sum_of_squares, finite
@@ -248,7 +248,7 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Returns what `_all_finite` returns."""
     zero, finite = _reduced_and_checked(groups, _ZEROS)
     # `zero` is 0 if every element is finite, and NaN otherwise, so the flag alone would
-    # do. But a compiler would remove an unused `zero`, and with it the second output.
+    # do, but a compiler would remove an unused `zero`, and with it the second output.
     return finite & (zero == 0)
 
 
@@ -278,7 +278,7 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
 def _reduced_and_checked(
     groups: Groups, measure: _Measure, first_axis: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a measure of all elements, and whether all are finite; both of shape ().
+    """Returns a measure of all elements and whether all are finite; both of shape ().
 
     The array of each group is reduced in one pass along its axes from `first_axis` on.
     The results of all groups are then reduced together.
@@ -422,7 +422,7 @@ def reduce_replicas(
 
 
 def _names_axes(axis_name: AxisName) -> bool:
-    """Whether a name, or each of a tuple, is an axis around the caller, none twice."""
+    """Whether each name is that of an enclosing `pmap` or the like, and none twice."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         # For an unknown name, this raises where a reduction would fail an assertion.
