@@ -5,11 +5,10 @@ Pass a rule to `with_loss_scale`. `spikes` is the recommended one::
     with_loss_scale(optax.adamw(1e-3), skip=skips.spikes())          # float16
     with_loss_scale(optax.adamw(1e-3), None, skip=skips.spikes())    # bfloat16, float32
 
-The other functions return the rules of other systems. They are named after these
-systems, and have the original argument names. The rules judge finite steps as the
-originals do, unless a docstring says otherwise. Steps that are not finite are skipped
-whatever the rule. In most originals, the norm and the loss of such a step enter the
-statistics, but here they do not.
+The other functions return the rules of other systems, after which they are named, and
+have the original argument names. The rules judge finite steps as the originals do,
+unless a docstring says otherwise. Steps that are not finite are skipped whatever the
+rule, and their norm and loss do not enter its statistics, unlike in most originals.
 
 To write a rule of your own, subclass `SkipRule`. An invalid argument raises a
 `ValueError`.
@@ -59,17 +58,18 @@ def spikes(
     logarithmic scale. The usual norm is their median. Their spread is an estimate of
     the standard deviation from the distance between the median and the upper quartile,
     which a spike hardly moves. Norms that at least 3 of these steps reached, or 1 in 20
-    of them if that is more, also count as usual. If the loss is passed to the step as
-    `value`, it is compared in the same way. Only ratios matter: multiplying all norms,
-    or all losses, by a constant changes nothing.
+    of them if that is more, also count as usual. A positive loss that is passed to the
+    step as `value` is compared in the same way. Only ratios matter: multiplying all
+    norms, or all losses, by a constant changes nothing.
 
     In any sequence of steps, the rule skips at most `max_skips` finite steps, plus 1
-    for every 20 that it applies. So if norms or losses rise for good, it skips about
+    for every 20 that it applies, so if norms or losses rise for good, it skips about
     `max_skips` steps. It skips nothing while they rise by less than a factor of
     `2**least` within a window, and nothing before 8 steps have been applied.
 
     Args:
-      factor: how many spreads above the median are too many; above 0, at most 1e6.
+      factor: a norm or loss more than this many spreads above the median is a spike;
+        above 0, at most 1e6.
       least: the least distance of a spike above the median, in bits, where 1 bit is a
         factor of 2; above 0, at most 1e6. While fewer than 24 norms are known, the
         least distance is larger. Raise it if the rule skips good batches.
@@ -99,14 +99,15 @@ def olmo_core(
     Skipped steps enter the window, too. The rule needs the step's loss: `minimize`
     passes it on, and other calls need `value=loss`.
 
-    The original differs in two ways. While its window contains a NaN, it skips every
-    step. With a length below 6, it always skips the second step, because the unbiased
+    The original differs in two ways. It skips every step while its window contains a
+    NaN. With a length below 6, it always skips the second step, because the unbiased
     standard deviation of a single number is NaN. Here it is 0, so the second step is
     skipped only if its norm or loss is larger than that of the first.
 
     Args:
       rolling_interval_length: how many steps the window contains, at least 2.
-      sigma_factor: how many standard deviations above the mean are too many.
+      sigma_factor: a norm or loss more than this many standard deviations above the
+        mean is skipped.
 
     Example:
       >>> from optax_lossscale import skips
@@ -123,14 +124,15 @@ def olmo_core(
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """Returns the rule of MaxText's `skip_step_on_spikes`, with its config's defaults.
 
-    This is the rule of `olmo_core`. It needs the step's loss, and differs from the
+    This is the rule of `olmo_core`. It needs the step's loss and differs from the
     original in the same ways. In addition, MaxText's trainer passes the norm of clipped
     gradients to the rule. Here, the norm is computed before clipping, because the clip
     is inside the wrapper.
 
     Args:
       interval: how many steps the window contains, at least 2.
-      scaling_factor: how many standard deviations above the mean are too many.
+      scaling_factor: a norm or loss more than this many standard deviations above the
+        mean is skipped.
 
     Example:
       >>> from optax_lossscale import skips
@@ -147,7 +149,7 @@ def levanter(
     """Returns the rule of Levanter's `SkipStepConfig`.
 
     This is the rule of `olmo_core`, which needs the step's loss, with two changes. The
-    standard deviation is the biased one, and at least 1e-6. One more step is applied
+    standard deviation is the biased one and at least 1e-6. One more step is applied
     before any is skipped.
 
     The original multiplies non-finite updates by 0, which leaves NaNs in the
@@ -155,7 +157,8 @@ def levanter(
 
     Args:
       rolling_interval_length: how many steps the window contains, at least 2.
-      sigma_factor: how many standard deviations above the mean are too many.
+      sigma_factor: a norm or loss more than this many standard deviations above the
+        mean is skipped.
 
     Example:
       >>> from optax_lossscale import skips
@@ -180,12 +183,12 @@ def axlearn(
     The clip, with its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`.
 
-    Skipped steps do not change a threshold that follows the norms. So if norms stay
+    Skipped steps do not change a threshold that follows the norms, so if norms stay
     above it, every step is skipped, and `raise_if_stuck` raises an error. The rule
     `spikes` accepts such norms after `max_skips` steps.
 
     Args:
-      drop_norm: the threshold: a step with this norm or a larger one is skipped. For a
+      drop_norm: the threshold; a step with this norm or a larger one is skipped. For a
         threshold that follows the norms, pass the result of
         `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`.
       grad_norm_ema_decay: the decay of the moving averages, in (0, 1), required if the
@@ -263,7 +266,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     If norms stay above it, every step is skipped, and `raise_if_stuck` raises an error.
 
     Args:
-      grad_norm_skip_threshold: steps with a larger norm are skipped; finite.
+      grad_norm_skip_threshold: steps with a larger norm are skipped; positive, finite.
 
     Example:
       >>> from optax_lossscale import skips
@@ -281,7 +284,7 @@ def _half(length: int) -> int:
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
-    """Checks multipliers, and returns the smallest, whose threshold is the lowest."""
+    """Checks multipliers; returns the smallest, whose threshold is the lowest."""
     allowed = "a tuple of positive numbers"
     if not isinstance(multipliers, (tuple, list)) or not multipliers:
         refuse("multipliers", multipliers, allowed)

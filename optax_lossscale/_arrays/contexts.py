@@ -1,7 +1,7 @@
-"""Settings that apply while a function is traced, and are part of JAX's cache keys.
+"""Settings that apply while a function is traced and are part of JAX's cache keys.
 
 For example, `diagnose` traces a loss function under `with DIAGNOSING(True):`. A call of
-`scale_gradient` inside that function reads `DIAGNOSING.value`, and scales nothing.
+`scale_gradient` inside that function reads `DIAGNOSING.value` and scales nothing.
 
 A traced program depends on these settings, so they are user contexts of JAX rather than
 global variables. JAX makes the value of a user context part of its cache keys, so a
@@ -29,7 +29,7 @@ argument of the step can replace it.
 """
 
 TESTING_METRICS = jax.make_user_context(False)
-"""Whether `metrics` returns the initial scale, and zeros for the scale's other state.
+"""Whether `metrics` returns the initial scale and zeros for the scale's other state.
 
 `testing` sets this, because `assert_scale_invariant` would otherwise find that the
 metrics depend on the loss scale, as they should.
@@ -38,6 +38,6 @@ metrics depend on the loss scale, as they should.
 DIAGNOSING = jax.make_user_context(False)
 """Whether `diagnose` is tracing the function.
 
-If it is, this package issues no warnings, because `diagnose` reports on dtypes itself,
-and `scale_gradient` scales nothing, because `diagnose` tries loss scales itself.
+If it is, this package issues no warnings and `scale_gradient` scales nothing, because
+`diagnose` itself reports on dtypes and tries loss scales.
 """

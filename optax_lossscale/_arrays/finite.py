@@ -1,14 +1,14 @@
 """The finiteness check: whether every element of a pytree is finite.
 
 A step whose gradients contain a NaN or an infinity must be skipped, so every step reads
-all of its gradients once before it applies any. That read is the cost of the check.
-Some loss scales and skip rules also need the largest gradient or the global norm, which
-are computed in the same pass.
+all of its gradients once before it applies any. That read is the cost of the check. The
+same pass can compute the largest gradient or the global norm, which some loss scales
+and skip rules need.
 
 A *measure* says what to compute: a function of each element, such as its square, and an
-operation that combines the results, such as a sum. For example, a sum of squares takes
-three steps on GPU. There, a tree's two leaves `x` and `y` share a group if they have
-the same shape and dtype::
+operation that combines the results, such as a sum. Leaves of the same shape and dtype
+form *groups*, and one kernel reads a group. If two leaves `x` and `y` form a group, the
+sum of their squares takes three steps::
 
     [[x, y]]            # `_reduce_tree` groups leaves of the same shape and dtype
     [x**2 + y**2]       # `_combined_leaves` makes one array of each group
@@ -16,16 +16,16 @@ the same shape and dtype::
 
 Only floating-point and complex leaves are read, because the elements of all others are
 finite. XLA's compilers for GPU and TPU compute several measures of the same elements in
-one pass. The compiler for CPUs does not, so `_reduced_and_checked` replaces `_reduced`
-there.
+one pass, but its compiler for CPU does not, so `_reduced_and_checked` replaces
+`_reduced` there.
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
 reduction needs. Under `pmap` and `shard_map`, the check reads the arrays of only one
-replica. `reduce_replicas` then reduces the results of all replicas to one.
+replica, and `reduce_replicas` then reduces the results of all replicas to one.
 
 What this file says about XLA was read from programs compiled with jax 0.10 to 0.12.
-Only the speed of the check on CPU, compile times, and the accuracy of the norm were
-measured.
+Only three things were measured: the speed of the check on CPU (see "Why the check is
+cheap" in docs/benchmarks/findings.md), compile times, and the accuracy of the norm.
 """
 
 import collections
@@ -43,7 +43,7 @@ from optax_lossscale._arrays.placement import is_on_several_devices
 from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
 AxisName = Hashable
-"""The name of a mapped axis, or a tuple of such names."""
+"""The name of a mapped axis or a tuple of such names."""
 
 Groups = list[list[jax.Array]]
 """Groups of leaves of the same shape and dtype; one kernel reads a group."""
@@ -58,14 +58,13 @@ class _Measure(NamedTuple):
       neutral: the identity of `combine`, such as 0 for a sum; float32 or bool.
     """
 
-    function: Callable
-    combine: Callable
+    function: Callable[..., jax.Array]
+    combine: Callable[..., jax.Array]
     neutral: np.generic
 
 
-# How many leaves go into a group. Larger groups compile faster, and launch fewer
-# kernels. But a CPU needs enough kernels to keep all cores busy. Both numbers are
-# heuristics.
+# How many leaves go into a group. A heuristic: larger groups compile faster and launch
+# fewer kernels, but a CPU needs enough kernels to keep all cores busy.
 _LEAST_KERNELS_ON_CPU = 32
 _LARGEST_GROUP_ON_CPU = 8
 # These sizes were chosen by reading compiled programs, which were not timed. With
@@ -78,7 +77,7 @@ _GROUP_SIZE_ON_TPU = 1
 # Bounds on the length of the rows into which `_as_matrices` cuts large leaves, for sums
 # on CPU. The relative error of a float32 sum of n squares is at most n * 2**-24, so for
 # the longest row, it is at most 2**-8. With rows of 2**8 elements or more, the second
-# reduction has at most 1 element for every 256 of the leaf.
+# reduction reads at most 1 element for every 256 of the leaf.
 _LONGEST_ROW = 2**16
 _SHORTEST_ROW = 2**8
 
@@ -86,9 +85,9 @@ _SHORTEST_ROW = 2**8
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of a tree is finite: no NaN, no infinity.
 
-    `with_loss_scale` checks the gradients like this at every step. Call `all_finite`
-    yourself in a step that you write without the wrapper, or to check activations and
-    batches. It reads each element once.
+    By default, `with_loss_scale` checks the gradients of each step in this way. Call
+    `all_finite` yourself in a step that you write without the wrapper, or to check
+    activations and batches. It reads each element once.
 
     Under `jit`, the result is about the arrays of all devices. Under `pmap` or
     `shard_map`, it is about one replica: to decide for all replicas alike, pass
@@ -124,7 +123,7 @@ def largest(tree: Any) -> jax.Array:
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the global L2 norm, and whether every element is finite; shapes ().
+    """Returns the global L2 norm and whether every element is finite; shapes ().
 
     Both are computed in one pass over the elements. The norm and the sum of squares
     under its root are float32, so a norm of 2**64 or more is infinite, even if every
@@ -144,9 +143,9 @@ def _reduce_tree(
     """Reduces the leaves of a tree, in groups, with the reduction for the platform.
 
     Both reductions return the same up to rounding, but on CPU, `cpu_reduction` takes
-    fewer passes. JAX chooses between the two when it lowers the program for a platform.
-    But if any leaf is known to be on several devices, every platform uses `reduction`,
-    with a group for each leaf.
+    fewer passes. JAX chooses between the two when it lowers the program for a platform,
+    unless a leaf is known to be on several devices. Then every platform uses
+    `reduction`, with a group for each leaf.
     """
     leaves = _real_leaves(tree)
     if any(map(is_on_several_devices, leaves)):
@@ -213,7 +212,7 @@ def _largest(groups: Groups) -> jax.Array:
 
 
 def _squares_and_flags(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of squares, and whether every element is finite."""
+    """Returns the sum of squares and whether every element is finite."""
     sum_of_squares = _reduced(groups, _SQUARES)
     finite = _reduced(groups, _FLAGS)
     return sum_of_squares, finite
@@ -233,40 +232,41 @@ def _reduced(groups: Groups, measure: _Measure) -> jax.Array:
 #
 # XLA compiles a reduction with one output to several passes, which write and read an
 # array as large as the leaf. A reduction with two outputs becomes a single pass at the
-# speed of memory, in every dtype and with the unscaling fused into it. Therefore,
-# `_reduced_and_checked` always has two outputs: a measure, and whether every element is
-# finite. The check alone would have only the second, so it adds a dummy measure, a sum
-# of zeros.
+# speed of memory, in every dtype and with the unscaling fused into it.
+# `_reduced_and_checked` therefore always has two outputs: a measure, and whether every
+# element is finite. The check alone needs only the second, so it adds a dummy measure,
+# a sum of zeros.
 #
-# XLA makes no all-reduce for two outputs, so leaves that are known to be sharded use
-# the reductions above. If it is known only later, when the program is compiled, that
-# leaves are sharded, the reductions below return the same result, but devices exchange
-# more: a result for each leaf, or whole leaves where a group's leaves are sharded along
-# different axes, and where the norm cuts leaves into rows.
+# XLA makes no all-reduce for two outputs, so leaves that are known to be on several
+# devices use the reductions above. Sometimes this is known only when the program is
+# compiled. The reductions below are then still correct, but devices exchange more than
+# one number for each leaf. They exchange whole leaves in two cases: if the leaves of a
+# group are sharded along different axes, and if the norm cuts a leaf into rows.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Returns what `_all_finite` returns."""
     zero, finite = _reduced_and_checked(groups, _ZEROS)
     # `zero` is 0 if every element is finite, and NaN otherwise, so the flag alone would
-    # do. But a compiler would remove an unused `zero`, and with it the second output.
+    # do, but a compiler would remove an unused `zero`, and with it the second output.
     return finite & (zero == 0)
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """Returns what `_largest` returns."""
     maximum, finite = _reduced_and_checked(groups, _MAGNITUDES)
-    # `maximum` is infinite already if the flag is False. The flag is used so that no
-    # compiler removes it, and with it the second output.
+    # `maximum` is infinite already if the flag is False. The flag is read only so that
+    # no compiler removes it, and with it the second output.
     return jnp.where(finite, maximum, jnp.inf)
 
 
 def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """Returns what `_squares_and_flags` returns, up to rounding."""
     # The reduction has only a few running sums, and the larger a sum is, the more
-    # digits of the next square it loses: 2**24 + 1 is 2**24 in float32. So large leaves
-    # are summed row by row. For 2**25 normally distributed elements on an x86 CPU, the
-    # relative error of the sum of squares was 5e-4 without rows, and 2e-8 with them.
+    # digits of the next square it loses: 2**24 + 1 is 2**24 in float32. Large leaves
+    # are therefore summed row by row. For 2**25 normally distributed elements on an x86
+    # CPU, the relative error of the sum of squares was 5e-4 without rows and 2e-8 with
+    # them.
     groups_in_rows: Groups = []
     for leaves in groups:
         matrices_of_leaves = map(_as_matrices, leaves)
@@ -278,15 +278,15 @@ def _squares_and_flags_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
 def _reduced_and_checked(
     groups: Groups, measure: _Measure, first_axis: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a measure of all elements, and whether all are finite; both of shape ().
+    """Returns a measure of all elements and whether all are finite; both of shape ().
 
-    Each leaf is reduced in one pass along its axes from `first_axis` on. The results of
-    all leaves are then reduced together.
+    The array of each group is reduced in one pass along its axes from `first_axis` on.
+    The results of all groups are then reduced together.
     """
     combined = _combined_leaves(groups, measure)
     # One array for each group: its elements are 0 where all leaves of the group are
     # finite, and NaN elsewhere. The zeros of a group's leaves are added up, because XLA
-    # for CPUs vectorizes such a sum, but would not vectorize an `and` of flags.
+    # for CPU vectorizes such a sum, but would not vectorize an `and` of flags.
     combined_zeros = _combined_leaves(groups, _ZEROS)
     results = []
     flags = []
@@ -309,7 +309,7 @@ def _reduced_and_checked(
 
 
 @functools.cache  # so that JAX traces `combine_pairs` once for each `combine`
-def _with_flag(combine: Callable) -> Callable:
+def _with_flag(combine: Callable[..., jax.Array]) -> Callable[..., Any]:
     """Combines pairs `(x, flag)`: `x` by `combine`, and the flags by `and`."""
 
     def combine_pairs(pair, other_pair):
@@ -366,8 +366,8 @@ def _magnitude(x: jax.Array) -> jax.Array:
 def _zero_if_finite(x: jax.Array) -> jax.Array:
     """Returns 0 for each finite element, and NaN for any other, as float32.
 
-    The difference `x - x` is computed in float32 or wider, because 16-bit arithmetic
-    takes longer on a CPU, which computes each result in float32 and then rounds it.
+    The difference `x - x` is computed in float32 or wider, because a CPU takes longer
+    for 16-bit arithmetic: it computes each result in float32 and then rounds it.
     """
     wide = at_least_float32(x)
     difference = lax.sub(wide, wide)
@@ -387,8 +387,8 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Whether a flag is True on every replica along the named axes; bool, shape ().
 
     If each replica decided for itself, one might skip a step that the others apply, and
-    their parameters would differ from then on. So all replicas use the minimum of their
-    flags: if the gradients of one replica overflow, all replicas skip the step.
+    their parameters would differ from then on. All replicas therefore use the minimum
+    of their flags: if the gradients of one replica overflow, all skip the step.
     """
     if axis_name in (None, ()):
         return flag
@@ -403,22 +403,30 @@ def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
 
 
 def reduce_replicas(
-    reduce: Callable, x: jax.Array, axis_name: AxisName | None
+    reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName | None
 ) -> jax.Array:
     """Reduces `x` over the replicas along the named axes, with `lax.pmin` or the like.
 
     Returns `x` itself if no axis is named. Raises a `ValueError` if a name is given
-    twice, or names no axis of an enclosing `pmap` or `shard_map`.
+    twice or names no axis of an enclosing `pmap` or `shard_map`.
     """
     if axis_name in (None, ()):
         return x
-    try:
-        hash(axis_name)  # raises for a list, which some reductions would accept
-        lax.axis_size(axis_name)  # raises where shard_map would fail an assertion
-        return reduce(x, axis_name)
-    except (NameError, TypeError, ValueError) as error:
+    if not _names_axes(axis_name):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
             "this step, nor a tuple of such axes without repetition. Under jit alone, "
             "leave axis_name out: the check already covers all devices"
-        ) from error
+        )
+    return reduce(x, axis_name)
+
+
+def _names_axes(axis_name: AxisName) -> bool:
+    """Whether each name is that of an enclosing `pmap` or the like, and none twice."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    try:
+        # For an unknown name, this raises where a reduction would fail an assertion.
+        lax.axis_size(names)
+        return len(set(names)) == len(names)
+    except (NameError, TypeError, ValueError):
+        return False

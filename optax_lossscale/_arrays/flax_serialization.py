@@ -4,7 +4,7 @@
 state, such as `{"loss_scale": 1024.0, …}`. `from_bytes` puts that state into the loss
 scale of its target, whose configuration it keeps.
 
-Flax looks up how to do this in a table, with two functions for each type: one converts
+Flax looks up how to do this in a table with two functions for each type: one converts
 an instance to a dict, and the other restores an instance from such a dict.
 """
 
@@ -23,10 +23,10 @@ from optax_lossscale._arrays import messages
 def register_with_flax(cls: Any) -> None:
     """Adds a `Stateful` class to Flax's table, if Flax is imported.
 
-    Flax treats a type that is not in its table as a leaf, and restores whatever was
-    saved in its place. Flax may be imported after the class was defined, so this is
-    called whenever an instance is created, which happens whenever a step is traced or
-    returns. Flax must therefore be imported before the step whose state is saved.
+    Flax treats a type that is not in its table as a leaf and restores whatever was
+    saved in its place. Because Flax may be imported after the class was defined, this
+    is called whenever an instance is created, which happens whenever a step is traced
+    or returns. Flax must therefore be imported before the step whose state is saved.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)

@@ -32,10 +32,10 @@ LIBRARIES = (
     "optax",
     "optax_lossscale",
 )
-"""Packages to whose lines no warning points.
+"""Packages to whose lines no warning points: this one and frameworks.
 
-They call the user's functions, so their frames may lie between the user's line and
-ours.
+Frameworks call the user's functions, so their frames may lie between the user's line
+and ours.
 """
 
 # The user's name for an argument, by the name under which it was passed on
@@ -43,7 +43,7 @@ _USER_NAMES: ContextVar[Mapping[str, str]] = ContextVar(
     "user_names", default=MappingProxyType({})
 )
 
-# These limits, and that of 300 characters in `shown`, keep an error readable, whatever
+# These limits and that of 300 characters in `shown` keep an error readable, whatever
 # was passed.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3

@@ -1,9 +1,9 @@
 """What is known, while an array is traced, about the devices that it is on.
 
 The type of a traced array contains a mesh of devices. Its axes are of two kinds.
-Along `Auto` and `Explicit` axes, the array is one global array, and the compiler may
-divide it into shards. Along `Manual` axes, `shard_map` has divided it: each replica has
-an array of its own, which may differ from the others.
+Along `Auto` and `Explicit` axes, the array is one global array, which may be divided
+into shards. Along `Manual` axes, `shard_map` has divided it: each replica has an array
+of its own, which may differ from the others.
 """
 
 import contextlib

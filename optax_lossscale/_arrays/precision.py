@@ -1,8 +1,9 @@
-"""Which leaves loss scaling applies to, and in which dtypes it computes.
+"""Which leaves loss scaling applies to and in which dtypes it computes.
 
 Loss scaling multiplies and divides *inexact* leaves, whose elements are floating-point
 or complex, of any width. It leaves all others as they are. *Narrow* leaves, whose
-elements are floating-point, of 16 bits or fewer, are converted to float32 first::
+elements are floating-point numbers of 16 bits or fewer, are converted to float32
+first::
 
     float16(2**-15) / 2**15             # 0: the gradient has underflowed again
     float32(float16(2**-15)) / 2**15    # 2**-30
@@ -29,7 +30,7 @@ def is_inexact_leaf(x: Any) -> bool:
 
 
 def is_narrow_leaf(x: Any) -> bool:
-    """Whether a leaf's elements are floating-point, of 16 bits or fewer."""
+    """Whether a leaf's elements are floating-point numbers of 16 bits or fewer."""
     return is_inexact_leaf(x) and dtype_of(x).itemsize < 4
 
 
@@ -41,7 +42,7 @@ def is_array_leaf(x: Any) -> bool:
 
 
 def at_least_float32(x: Any) -> Any:
-    """Converts a narrow leaf to float32, and returns every other leaf as it is."""
+    """Converts a narrow leaf to float32; returns every other leaf as it is."""
     if not is_narrow_leaf(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -77,15 +78,17 @@ def strongly_typed(x: Any, dtype: Any = None) -> Any:
 
 
 def precise_product(scale: jax.Array, factor: float) -> jax.Array:
-    """Multiplies a scale by a Python float, and rounds only the product to float32."""
+    """Multiplies a scale by a Python float; rounds only the product to float32."""
     factor32 = np.float32(factor)
     is_exact = float(factor32) == factor
     if is_exact:
         return scale * factor32
-    # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
-    # float32 product with 1/3 may be an ulp off, because 1/3 is itself rounded, and XLA
-    # compiles a division by a constant to that very product. A product in float64,
-    # rounded to float32, is what these systems get.
+    # To back off, TensorFlow may divide a scale by 3, and PyTorch multiply it by 0.3 in
+    # double precision. A product in float64, rounded to float32, is what both get. A
+    # float32 product with 1/3 may be an ulp off, because 1/3 is itself rounded. Nor
+    # would a division by 3 do, because XLA compiles it to that very product (read from
+    # a program compiled for CPU with jax 0.10). DeepSpeed and fairseq do not round
+    # their scale to float32, so after several changes it may differ from ours.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)

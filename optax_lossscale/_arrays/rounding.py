@@ -2,19 +2,19 @@
 
 `with_master_weights` trains 16-bit parameters as if they were float32. `split` rounds a
 float32 number: the model gets the rounded number, and the optimizer's state the rest.
-At the next step, `join` restores the float32 number::
+On the next step, `join` restores the float32 number::
 
     rounded, rest = split(number, jnp.bfloat16)
     number == join(rounded, rest)
 
 A bfloat16 number is the upper half of a float32 number, so the rest of a number that is
-rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero rather than to
-even, as `astype` would round them. Then exactly 2**16 float32 numbers round to each
-bfloat16 number other than zero and infinity, and 16 bits tell them apart. With ties to
-even, 2**16 + 1 float32 numbers would round to every other bfloat16 number. Numbers that
-round to zero or to infinity are lost: `join` returns the zero or the infinity.
+rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero, because then
+exactly 2**16 float32 numbers round to each bfloat16 number other than zero and
+infinity, and 16 bits tell them apart. With ties to even, as `astype` rounds them,
+2**16 + 1 float32 numbers would round to every other bfloat16 number. Numbers that round
+to zero or to infinity are lost: `join` returns the zero or the infinity.
 
-Rounding to float16 drops more than 16 bits of small and of large numbers. There the
+Rounding to float16 drops more than 16 bits of small and of large numbers, so there the
 rest is the whole float32 number, and nothing is lost.
 """
 
@@ -37,7 +37,7 @@ _UPPER_MASK = np.uint32(0xFFFF0000)
 # All bits but the sign
 _MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
 _MAGNITUDE_MASK_OF_16_BITS = np.uint16(0x7FFF)
-# As float32: the smallest positive bfloat16 number, and infinity
+# As float32: the smallest positive bfloat16 number and infinity
 _SMALLEST_BITS = np.uint32(0x00010000)
 _INFINITY_BITS = np.uint32(0x7F800000)
 
@@ -107,6 +107,6 @@ def _number_unless_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
 
 
 def _float16_bits(number: jax.Array) -> jax.Array:
-    """Rounds numbers to float16, and returns their bits as uint16."""
+    """Rounds numbers to float16 and returns their bits as uint16."""
     rounded = number.astype(jnp.float16)
     return lax.bitcast_convert_type(rounded, jnp.uint16)

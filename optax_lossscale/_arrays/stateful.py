@@ -6,10 +6,10 @@ A subclass has two kinds of fields::
         limit: int = 10                          # configuration
         overflows: jax.Array = state_field(0)    # state
 
-*Configuration* never changes. It is passed to the constructor, which checks it, and
-`get_config` returns it as a dict. It is part of the tree's structure, so it is static
-under `jit`. *State* changes from step to step. Its arrays are the leaves of the tree,
-and `replace` returns a copy with new ones.
+*Configuration* never changes. The constructor accepts and checks it, and `get_config`
+returns it as a dict. It is part of the tree's structure, so it is static under `jit`.
+*State* changes from step to step. Its arrays are the leaves of the tree, and `replace`
+returns a copy with new ones.
 
 A subclass needs no decorator: `__init_subclass__` makes it a dataclass and registers it
 with JAX.
@@ -39,12 +39,12 @@ _DTYPE_OF_PYTHON_NUMBER = {bool: np.bool_, int: np.int32, float: np.float32}
 def state_field(
     default: Any = dataclasses.MISSING, *, init: Literal[False] = False
 ) -> Any:
-    """Declares state: a field of a `LossScale` or skip rule that changes at each step.
+    """Declares state: an array field of a `LossScale` or skip rule that steps change.
 
-    The field is an array. A compiled step receives it and returns it, a checkpoint
-    contains it, and `replace` returns a copy with a new value of it. A field that is
-    declared without `state_field` is configuration: a constant of the compiled step,
-    which `replace` refuses to change.
+    A compiled step receives the array and returns it, a checkpoint contains it, and
+    `replace` returns a copy with a new value of it. A field that is declared without
+    `state_field` is configuration: a constant of the compiled step, which `replace`
+    refuses to change.
 
     Args:
       default: the initial value. A bool, int or float becomes a bool, int32 or float32
@@ -103,9 +103,9 @@ def checked(
 class Stateful(abc.ABC):
     """The base class of loss scales and skip rules.
 
-    Two instances are equal if they have the same class, configuration and state. To
-    compare the state, `==` waits for the device. It raises a `TypeError` if the state
-    is traced.
+    Two instances are equal if they have the same class, configuration and state. `==`
+    compares the state only if class and configuration are equal. It then waits for the
+    device, or raises a `TypeError` if the state is traced.
 
     Attributes:
       _kind: "loss scale" or "skip rule", for errors.
@@ -129,7 +129,7 @@ class Stateful(abc.ABC):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Makes a subclass a frozen dataclass, and registers it as a pytree."""
+        """Makes a subclass a frozen dataclass and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         cls._classes.append(cls)
@@ -203,7 +203,7 @@ class Stateful(abc.ABC):
         Raises:
           TypeError: for a name that is not a state field.
           ValueError: for a Python number or NumPy scalar that the field does not
-            allow, such as a `loss_scale` of 0. Arrays are not checked.
+            allow, such as a `loss_scale` of 0; arrays are not checked.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -231,9 +231,8 @@ class Stateful(abc.ABC):
         The dict does not contain the state.
 
         Returns:
-          A dict with the keys "class_name" and "config". For a class of this library,
-          it can be stored as JSON. For a class of your own, it can be if its field
-          values can be.
+          A dict with the keys "class_name" and "config". It can be stored as JSON for a
+          class of this library, and for a class of your own if its field values can be.
         """
         config = {}
         for field in dataclasses.fields(self):

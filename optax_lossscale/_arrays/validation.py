@@ -11,8 +11,8 @@ keywords that say what is allowed. A check of a number also accepts a NumPy scal
 array of shape (), and returns a Python number, which is hashable and can be stored as
 JSON.
 
-A function whose name begins with `check_` returns nothing. It raises an error if an
-argument has the wrong type, or does not fit the others. All checks run in Python, even
+A function whose name begins with `check_` returns nothing; it raises an error if an
+argument has the wrong type or does not fit the others. All checks run in Python, even
 while a step is traced, and none reads a traced number.
 """
 
@@ -29,7 +29,7 @@ from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-"""The smallest positive, normal float32 number."""
+"""The smallest positive normal float32 number."""
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 """The largest finite float32 number."""
@@ -99,6 +99,8 @@ def int_between(name: str, value: Any, *, least: int, most: int) -> int:
     return x
 
 
+# Checks of a number that differ only in its type and range
+
 count = partial(int_between, least=0, most=LARGEST_INT)
 positive_int = partial(int_between, least=1, most=LARGEST_INT)
 scale = partial(number_between, least=SMALLEST_NORMAL, most=LARGEST_FLOAT32)
@@ -145,7 +147,7 @@ def check_bounds(
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
-    """Checks that an argument is one of a few options, and has their type.
+    """Checks that an argument is one of a few options and has their type.
 
     Without the type, `1` would pass for `True`, which it equals.
     """

@@ -1,4 +1,4 @@
-"""Variables of Flax NNX, and the arrays in them.
+"""Variables of Flax NNX and the arrays in them.
 
 An `nnx.Optimizer` keeps each array of its state in a variable, a mutable object. Most
 of this package works with arrays alone, so `without_variables` replaces each variable

@@ -1,10 +1,10 @@
 """The rule of a rolling window, which compares each step with the mean of recent steps.
 
 For example, with a window of 128 steps and a `sigma_factor` of 6, a step is skipped if
-its norm is more than 6 standard deviations above the mean norm of the last 128 steps.
-The loss is compared in the same way.
+its norm is more than 6 standard deviations above the mean norm of the last 128 steps,
+or its loss above their mean loss.
 
-OLMo-core, MaxText and Levanter use this rule. Levanter uses another divisor in the
+OLMo-core, MaxText and Levanter use this rule. Levanter divides by another number in the
 standard deviation (`ddof`), bounds it from below (`least_deviation`), and waits one
 step longer before it may skip (`least_history`).
 """
@@ -24,12 +24,13 @@ class RollingSkipRule(SkipRule):
     """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`.
 
     Skips a step whose norm or loss is more than `sigma_factor` standard deviations
-    above the mean of the window. The window holds the last `length` steps, including
-    skipped ones.
+    above the mean of the window. The window holds the last `length` finite steps,
+    including those that the rule skipped.
 
     Args:
       length: the length of the window, in steps.
-      sigma_factor: how many standard deviations above the mean are too many.
+      sigma_factor: a norm or loss more than this many standard deviations above the
+        mean is skipped.
       least_history: how many steps the window must contain before any is skipped.
       ddof: 1 for the unbiased standard deviation, 0 for the biased one.
       least_deviation: a lower bound on the standard deviation.
@@ -76,9 +77,10 @@ class RollingSkipRule(SkipRule):
         count = self.seen.astype(jnp.float32)
         is_filled = jnp.arange(self.length) < self.seen
 
-        # How far the number is above each of the window. If all are the same, these are
-        # zeros. A mean of the window would be rounded, to one value here and perhaps to
-        # another there, where XLA computes it twice, and a constant would be a spike.
+        # How far the number is above each number in the window: exactly 0 if all are
+        # the same. Subtracting the mean of the window instead would not do: the mean is
+        # rounded, and XLA may compute it twice, with two roundings, so that a constant
+        # looks like a spike (as many did on CPU with jax 0.10).
         excess = numbers[:, None] - self._window
         excess = jnp.where(is_filled, excess, 0)
         mean_excess = jnp.sum(excess, axis=1) / jnp.maximum(count, 1)

@@ -5,13 +5,13 @@ other steps, because gradients that are finite but far larger than usual can und
 model has learned. For example, `skips.megatron(10.0)` skips steps whose gradients have
 a norm above 10.
 
-The training step computes the norm and calls `update`, which calls `decide`, the method
-that each rule defines, and updates the counts that all rules have.
+The training step computes the norm and calls `update`, which asks `decide`, the method
+that each rule defines, and then updates the counts that all rules have.
 
-If a rule skipped nearly all steps, training would stop, and nothing would show it. So
-one of these counts is the *skip debt*, which rises with each step that the rule skips,
-and falls with applied ones (`SkipRule.skip_debt`). `raise_if_stuck` raises an error if
-it becomes too large.
+If a rule skipped nearly all steps, training would silently stop. One of these counts is
+therefore the *skip debt*, which rises with each step that the rule skips and falls with
+applied ones (`SkipRule.skip_debt`). `raise_if_stuck` raises an error if it becomes too
+large.
 """
 
 import abc
@@ -32,8 +32,8 @@ from optax_lossscale._arrays.stateful import (
 APPLIED_PER_SKIP = 20
 """How many applied steps make up for a skipped one.
 
-The number is a heuristic: a rule that keeps skipping more than about 1 step in 20 is
-assumed to be in error.
+A heuristic: a rule that keeps skipping more than about 1 step in 20 is assumed to be in
+error.
 """
 
 # A debt above this stops growing, so that its int32 never wraps around.
@@ -44,8 +44,8 @@ class SkipRule(Stateful):
     """Decides from a step's gradient norm and loss whether to apply the step.
 
     Pass it to `with_loss_scale` as `skip=rule`. The rule judges steps whose gradients,
-    norm and loss are finite. All other steps are skipped anyway, and do not count as
-    skipped by the rule. `decide` is called for them as well, but its results are
+    norm and loss are finite. All other steps are skipped anyway and do not count as
+    skipped by the rule: `decide` is called for them as well, but its results are
     dropped.
 
     To write a rule of your own, subclass this class and define `decide`. Subclassing
@@ -62,7 +62,7 @@ class SkipRule(Stateful):
       skipped_by_rule: how many finite steps the rule has skipped so far; int32, shape
         ().
       skip_debt: how many steps must be applied to make up for the skipped ones. Each
-        step that the rule skips adds 20. Each applied step whose norm is not 0
+        step that the rule skips adds 20, and each applied step whose norm is not 0
         subtracts 1, down to 0. `decide` may set it, as `skips.spikes` does when it
         applies a spike; int32, shape ().
 
@@ -115,7 +115,7 @@ class SkipRule(Stateful):
     def update(
         self, norm: ArrayLike, value: ArrayLike | None = None
     ) -> tuple[Self, jax.Array]:
-        """Decides whether to apply one step, assuming it is finite, and updates counts.
+        """Decides whether to apply one step, assuming it is finite; updates the counts.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; shape ().
@@ -164,7 +164,7 @@ class SkipRule(Stateful):
 
 
 def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Puts a new element at the front of each row of a window, and drops the oldest.
+    """Puts a new element at the front of each row of a window and drops the oldest.
 
     A window contains the last norms and losses. It has shape (2, length), with the
     newest elements first. `numbers`, the new norm and loss, has shape (2,).

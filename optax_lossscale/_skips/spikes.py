@@ -9,8 +9,8 @@ all norms, or all losses, by a constant changes nothing.
 For example, after 24 steps with norms close to 1, a norm is a spike if it is more than
 1 bit above their median, that is, above 2. If the norms vary more, the limit is higher.
 
-The whole rule, with the arguments of `skips.spikes`, and with the `skip_debt` of
-`SkipRule`, which begins at 0::
+The whole rule, with the arguments of `skips.spikes` and the `skip_debt` of `SkipRule`,
+which begins at 0::
 
     for x, xs in [
         (log2(norm), log2 of the last `window` norms applied that were not 0),

@@ -24,8 +24,8 @@ class ThresholdSkipRule(SkipRule):
 
     Args:
       threshold: steps with a larger norm are skipped.
-      strict: whether a step whose norm equals the threshold is skipped, too, as in
-        AXLearn; in Megatron-LM, it is applied.
+      strict: whether a step whose norm equals the threshold is skipped, too. AXLearn
+        skips it, and Megatron-LM applies it.
     """
 
     threshold: float = checked(validation.positive)
@@ -85,7 +85,7 @@ class MovingAverageSkipRule(SkipRule):
         validation.number_between,
         least=validation.SMALLEST_NORMAL,
         most=validation.BELOW_ONE,
-        allowed="in (0, 1) and normal as a float32, such as 0.99",
+        allowed="a number in (0, 1), normal in float32, such as 0.99",
     )
     count: jax.Array = state_field(0)
     mean: jax.Array = state_field(1.0)

@@ -20,6 +20,7 @@ from optax_lossscale._arrays.finite import (
     largest,
     norm_and_all_finite,
     on_all_replicas,
+    reduce_replicas,
 )
 
 FLOAT8 = [
@@ -323,3 +324,24 @@ def test_devices_exchange_results_and_no_leaves_where_only_in_shardings_places_t
 def test_without_an_axis_a_flag_is_left_as_it_is(no_axis):
     flag = jnp.array(True)
     assert on_all_replicas(flag, no_axis) is flag
+
+
+@pytest.mark.parametrize("map_", ["shard_map", "vmap"])
+def test_an_axis_named_twice_is_refused(map_):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    check = lambda x: on_all_replicas(ols.all_finite(x), ("data", "data"))
+    mapped = {
+        "shard_map": jax.shard_map(check, mesh=mesh, in_specs=P("data"), out_specs=P()),
+        "vmap": jax.vmap(check, axis_name="data"),
+    }
+    with pytest.raises(ValueError, match="nor a tuple of such axes without repetition"):
+        jax.jit(mapped[map_])(jnp.ones(4))
+
+
+def test_an_error_of_a_reduction_is_not_blamed_on_the_axis():
+    def fails(x, axis_name):
+        raise ValueError("out of memory")
+
+    reduced = jax.vmap(lambda x: reduce_replicas(fails, x, "data"), axis_name="data")
+    with pytest.raises(ValueError, match=r"^out of memory"):
+        reduced(jnp.ones(4))

@@ -177,7 +177,7 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         (lambda: skips.megatron(1e-39), "^grad_norm_skip_threshold must be a pos"),
         (
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1e-50),
-            r"grad_norm_ema_decay must be in \(0, 1\)",
+            r"grad_norm_ema_decay must be a number in \(0, 1\)",
         ),
         (lambda: skips.maxtext(interval=1.5), "^interval must"),
         (lambda: skips.maxtext(scaling_factor=float("nan")), "^scaling_factor must"),
@@ -189,15 +189,15 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         ),
         (
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1.0),
-            r"grad_norm_ema_decay must be in \(0, 1\)",
+            r"grad_norm_ema_decay must be a number in \(0, 1\)",
         ),
         (  # which is 1 in float32
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.99999998),
-            r"grad_norm_ema_decay must be in \(0, 1\)",
+            r"grad_norm_ema_decay must be a number in \(0, 1\)",
         ),
         (  # which is 0 in float32
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1e-60),
-            r"grad_norm_ema_decay must be in \(0, 1\) and normal as a float32",
+            r"grad_norm_ema_decay must be a number in \(0, 1\), normal in float32",
         ),
         (
             lambda: skips.spikes(least=1e-60),
