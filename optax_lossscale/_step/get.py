@@ -108,10 +108,13 @@ def get(identifier: LossScaleLike) -> LossScale:
     if validation.python_number(identifier) is not None:
         with messages.user_names(loss_scale="scale"):
             return FixedLossScale(identifier)  # pyrefly: ignore[bad-argument-type]
+    is_named = isinstance(identifier, str | type | np.dtype)
+    is_16_bit_dtype = is_named and "16" in str(identifier)
+    remedy = ". Pass a dtype to autocast(loss_fn, dtype)" if is_16_bit_dtype else ""
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
-        f"{messages.shown(identifier)}. Pass a dtype to autocast(loss_fn, dtype)"
+        f"{messages.shown(identifier)}{remedy}"
     )
 
 
@@ -177,15 +180,22 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only multiply by the scale and ask for its upper bound. No bound of a
-        # traced number is known, and a `DynamicLossScale` without a cap has none.
-        return DynamicLossScale().replace(loss_scale=loss_scale)
+        return _holding(loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)
     check_master_weights_are_last(loss_scale)
     found = get_loss_scale(loss_scale)
     check_no_stack(found.loss_scale)
     return found
+
+
+def _holding(traced: Any) -> LossScale:
+    """Returns a loss scale whose current scale is a traced number.
+
+    Callers only multiply by the scale and ask for its upper bound. No bound of a traced
+    number is known, and a `DynamicLossScale` without a cap has none.
+    """
+    return DynamicLossScale().replace(loss_scale=traced)
 
 
 def _is_identifier(x: Any) -> bool:

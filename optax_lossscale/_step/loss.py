@@ -37,11 +37,13 @@ def loss_of(returned: Any, has_aux: bool) -> Any:
 def check_scalar(name: str, x: Any) -> None:
     """Raises a `TypeError` unless `x` is a real number of shape ()."""
     if not is_real(x):
-        raise TypeError(
-            f"{name} must be a real number, got {shown(x)}. Instead of a pair (loss, "
-            "aux), or of several losses in a dict, pass the loss alone. If a function "
-            "returns the pair, set has_aux=True"
-        )
+        remedy = ""
+        if isinstance(x, (tuple, list, dict)):
+            remedy = (
+                ". Instead of a pair (loss, aux) or a dict of losses, pass the loss "
+                "alone. If a function returns the pair, set has_aux=True"
+            )
+        raise TypeError(f"{name} must be a real number, got {shown(x)}{remedy}")
     shape = np.shape(x)
     if shape:
         raise TypeError(

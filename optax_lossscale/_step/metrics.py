@@ -103,11 +103,14 @@ def _add_public_state(
     If the name of a field is in use, the field gets the name of its part in front.
     """
     for part, owner in parts.items():
-        for name in owner._state_names if owner is not None else ():
+        if owner is None:
+            continue
+        for name in owner._state_names:
             is_scale = part == name == "loss_scale"
-            if not is_scale and not name.startswith("_"):
-                full_name = f"{part}/{name}"
-                scalars[full_name if name in scalars else name] = getattr(owner, name)
+            if is_scale or name.startswith("_"):
+                continue
+            key = f"{part}/{name}" if name in scalars else name
+            scalars[key] = getattr(owner, name)
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
