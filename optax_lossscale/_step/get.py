@@ -1,9 +1,8 @@
-"""Finds the loss scale that an argument describes, or that a state holds.
+"""Finds the loss scale that an argument describes or a state holds.
 
-`get` accepts an *identifier*, which users pass to `with_loss_scale`: a word such as
-`"dynamic"`, a number, a config or a `LossScale`. `get_loss_scale` finds the loss scale
-in an optimizer state. `resolve` accepts an identifier or a state, for functions such as
-`value_and_scaled_grad`::
+`get` accepts what users pass to `with_loss_scale`: a word such as `"dynamic"`, a
+number, a config or a `LossScale`. `get_loss_scale` finds the loss scale in an optimizer
+state. `resolve` accepts either, for functions such as `value_and_scaled_grad`::
 
     value_and_scaled_grad(loss_fn, 1024)
     value_and_scaled_grad(loss_fn, state)
@@ -49,7 +48,7 @@ _REMEDY_FOR_SEVERAL = (
 
 
 def get(identifier: LossScaleLike) -> LossScale:
-    """Returns the loss scale for an identifier: a word, a number or a config.
+    """Returns the loss scale that a word, a number or a config describes.
 
     `with_loss_scale` and other functions call it on their argument `loss_scale`, so a
     program can read that argument from a config file, as a word, a number or a dict.
@@ -59,7 +58,7 @@ def get(identifier: LossScaleLike) -> LossScale:
 
         - `"dynamic"`: a `DynamicLossScale` with its defaults.
         - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
-          and gradients that are zero at most steps.
+          and gradients that are all zero on most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: returned unchanged.
@@ -68,7 +67,7 @@ def get(identifier: LossScaleLike) -> LossScale:
           `presets` returns for the other items as its arguments.
 
     Returns:
-      The `LossScale`, in its initial state unless the identifier is a `LossScale`.
+      The `LossScale`, in its initial state unless `identifier` is a `LossScale`.
 
     Raises:
       ValueError: if `identifier` is none of these, or is a number that is not between
@@ -122,7 +121,7 @@ def get_loss_scale(state: Any) -> LossScale:
     """Returns the one loss scale in an optimizer state, however deeply nested.
 
     Use it to read the current scale, `get_loss_scale(state)()`, or to unscale gradients
-    that you log, `get_loss_scale(state).unscale(scaled_grads)`.
+    for a log, `get_loss_scale(state).unscale(scaled_grads)`.
 
     Args:
       state: a state of the transformation that `with_loss_scale` returns, or anything
@@ -131,8 +130,8 @@ def get_loss_scale(state: Any) -> LossScale:
 
     Returns:
       The `LossScale`. Its state fields are arrays, even if `nnx` keeps them in
-      variables. If the state is a stack of several models' states, the loss scale is a
-      stack, too.
+      variables. If the state is a stack of several models' states, so is the loss
+      scale.
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one. (A loss scale in
@@ -199,7 +198,7 @@ def _holding(traced: Any) -> LossScale:
 
 
 def _is_identifier(x: Any) -> bool:
-    """Whether `x` is an identifier for `get`: None, a config, or a single leaf.
+    """Whether `x` is for `get`, not a state: None, a config, or a single leaf.
 
     A config is recognized by its keys, because a state may be a dict as well.
     """

@@ -1,4 +1,4 @@
-"""Checks of a loss function, and of the loss that it returns.
+"""Checks of a loss function and of the loss that it returns.
 
 A loss function returns the loss, a real scalar, or with `has_aux=True` a pair
 `(loss, aux)`. This file reports the usual mistakes: a loss that is still an array, a

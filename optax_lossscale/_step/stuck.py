@@ -1,8 +1,8 @@
 """Raises an error on the host if training cannot continue.
 
 A compiled step cannot raise an error, so if gradients overflow at every loss scale,
-every step is skipped, and training continues without effect. But the state counts the
-skipped steps, and between two steps, `raise_if_stuck` reads these counts.
+every step is skipped and training goes on without effect. The state counts the skipped
+steps, however, and `raise_if_stuck` reads these counts between two steps.
 """
 
 from typing import Any
@@ -47,15 +47,15 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         if step % 100 == 0:
             ols.raise_if_stuck(state)
 
-    Skipped steps leave the parameters as they were, so you can examine afterwards what
-    went wrong: `print(ols.diagnose(loss_fn, params, batch))`.
+    Skipped steps leave the parameters as they were, so you can look for the cause
+    afterwards: `print(ols.diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
-      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip this many steps, in a row or not, before applied steps make up for them
-        (see `skip_debt` of `skips.SkipRule`).
+      max_consecutive_skips: how many steps in a row may be skipped. It also limits a
+        skip rule, which may skip this many steps, in a row or not, before applied steps
+        make up for them (see `skip_debt` of `skips.SkipRule`).
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`.
@@ -63,7 +63,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       LossScaleError: if the `skip_debt` of a rule is more than 20 times
         `max_consecutive_skips`.
       ValueError: if `get_loss_scale` rejects the state, for example because it holds no
-        loss scale, or several.
+        loss scale or several.
       ValueError: if `max_consecutive_skips` is not an int of at least 1.
       ValueError: if the state is a stack of several models' states.
       TypeError: if the state is traced.
