@@ -9,7 +9,7 @@ every step, and a select returns either its results or the old values::
     new = lax.select(should_apply, new, old)
 
 A conditional saves the work of a skipped step, but such steps are rare, so the default
-is the way that moves less memory on the applied ones:
+is the way that moves fewer bytes on the applied ones:
 
 - On CPU, a conditional, which computes its results in place.
 - On GPU and TPU, a select, which is fused into the kernel that computes the result.
@@ -17,7 +17,8 @@ is the way that moves less memory on the applied ones:
   these: on GPU all results, or from jax 0.12 on those of `update` alone, and on TPU
   those of `update`.
 
-What this file says about XLA was read from compiled programs, not timed.
+What this file says about XLA was read from programs compiled with jax 0.10 to 0.12, not
+timed.
 """
 
 from functools import partial

@@ -179,7 +179,7 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        return _holding(loss_scale)
+        return _with_traced_scale(loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)
     check_master_weights_are_last(loss_scale)
@@ -188,13 +188,13 @@ def resolve(loss_scale: Any) -> LossScale:
     return found
 
 
-def _holding(traced: Any) -> LossScale:
+def _with_traced_scale(scale: Any) -> LossScale:
     """Returns a loss scale whose current scale is a traced number.
 
     Callers only multiply by the scale and ask for its upper bound. No bound of a traced
     number is known, and a `DynamicLossScale` without a cap has none.
     """
-    return DynamicLossScale().replace(loss_scale=traced)
+    return DynamicLossScale().replace(loss_scale=scale)
 
 
 def _is_identifier(x: Any) -> bool:

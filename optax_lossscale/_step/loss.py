@@ -40,8 +40,8 @@ def check_scalar(name: str, x: Any) -> None:
         remedy = ""
         if isinstance(x, (tuple, list, dict)):
             remedy = (
-                ". Instead of a pair (loss, aux) or a dict of losses, pass the loss "
-                "alone. If a function returns the pair, set has_aux=True"
+                ". Instead of a pair (loss, aux), or of several losses in a dict, pass "
+                "the loss alone. If a function returns the pair, set has_aux=True"
             )
         raise TypeError(f"{name} must be a real number, got {shown(x)}{remedy}")
     shape = np.shape(x)
@@ -73,7 +73,7 @@ def check_keywords(
     If `loss_fn` has a parameter of that name, the user may have meant that parameter,
     which would silently keep its default.
 
-    No error is raised if the parameter already has a value, from `args`, the positional
+    No error is raised if the parameter already has a value: from `args`, the positional
     arguments that `fun` will be called with, or from a `functools.partial`. Nor is one
     raised for a `*` or `**` parameter such as `**extra_args`, which only collects other
     arguments.

@@ -68,7 +68,7 @@ def with_master_weights(
     Pass it the whole optimizer: `with_loss_scale(with_master_weights(optax.chain(…)))`.
     If something changes its updates afterwards, the parameters are no longer the
     rounded master weights, and each step loses the low bits of these. Two such mistakes
-    raise an error, in `init` of `with_loss_scale`, and in `value_and_scaled_grad` and
+    raise an error, in `init` of `with_loss_scale` and in `value_and_scaled_grad` and
     `scale_gradient` if they are given the state:
 
     - another of Optax's transformations after it in a chain, and
