@@ -2,20 +2,23 @@
 
 Whether to apply a step is known only on the device, once the gradients are computed. A
 compiled step can be skipped in two ways. With `"cond"`, a `lax.cond` runs one of two
-branches: the inner optimizer, or nothing. With `"select"`, the inner optimizer runs at
-every step, and a select keeps either its results or the old values::
+branches: the inner optimizer, or nothing. With `"select"`, the inner optimizer runs on
+every step, and a select returns either its results or the old values::
 
     new = inner_update(grads, old)
     new = lax.select(should_apply, new, old)
 
-A conditional saves the work of a skipped step. But skipped steps are rare, so the
-memory traffic of the applied ones matters more. On CPU, a conditional computes its
-results in place, and is the default. On GPU, the compiler puts the results of a
-conditional into separate buffers, and copies them from there. On TPU, it does the same
-with the updates that `update` returns. A select needs no copy, because it is fused into
-the kernel that computes the result, so it is the default on GPU and TPU.
+A conditional saves the work of a skipped step, but such steps are rare, so the default
+is the way that moves fewer bytes on the applied ones:
 
-What this file says about GPU and TPU was read from compiled programs, not timed.
+- On CPU, a conditional, which computes its results in place.
+- On GPU and TPU, a select, which is fused into the kernel that computes the result.
+  There, a conditional may put its results into separate buffers and copy them from
+  these: on GPU all results, or from jax 0.12 on those of `update` alone, and on TPU
+  those of `update`.
+
+What this file says about XLA was read from programs compiled with jax 0.10 to 0.12, not
+timed.
 """
 
 from functools import partial
@@ -45,9 +48,9 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """Applies or skips a step; returns new parameters or updates, and the inner state.
 
-    If nothing traces the step, or if nothing was checked, `should_apply` is concrete,
-    that is, its value is known. Then no branch is compiled: an applied step runs
-    `update` alone, and a skipped step does not run `update`, unless `branch="select"`.
+    If nothing traces the step or nothing was checked, the value of `should_apply` is
+    known. Then no branch is compiled: an applied step runs `update` alone, and a
+    skipped step does not run it, unless `branch="select"`.
 
     Args:
       should_apply: whether to apply the step; True if nothing was checked.
@@ -60,13 +63,13 @@ def apply_or_skip(
       skips_nonfinite: whether steps that are not finite are always skipped.
     """
     traced = is_traced(should_apply)
-    # A traced step calls this in several branches. Under `jit`, the update is traced
+    # A traced step calls this in several branches; under `jit`, the update is traced
     # only once.
     run_inner = jax.jit(update.apply) if traced else update.apply
 
     def apply(scaled, state):
-        # A second unscaling of the gradients is fused with the inner update, so it is
-        # cheaper than keeping the unscaled gradients of the check in memory.
+        # The gradients are unscaled a second time, because XLA fuses this with the
+        # inner update. Those that were checked would have to be written to memory.
         return run_inner(scaled.unscaled_by(state.loss_scale), state.inner_state)
 
     def skip(scaled, state):
@@ -81,7 +84,7 @@ def apply_or_skip(
     def by_select(flag, scaled, state):
         unscaled = scaled.unscaled_by(state.loss_scale)
         if skips_nonfinite:
-            # `inner` also runs at a skipped step, and must not receive a NaN there.
+            # `inner` also runs on a skipped step and must not receive a NaN there.
             unscaled = unscaled.with_zeros_for_nonfinite()
         results = run_inner(unscaled, state.inner_state)
         select = partial(lax.select, flag)
@@ -99,6 +102,6 @@ def apply_or_skip(
     if branch == "select":
         return by_select(should_apply, *operands)
     # The results are copies, because callers may donate what a step returns. A
-    # `lax.cond` would be compiled again at every step, and JAX's cache would keep each
+    # `lax.cond` would be compiled again on every step, and JAX's cache would hold each
     # of these programs.
     return jax.tree.map(jnp.copy, skip(*operands))

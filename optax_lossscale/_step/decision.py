@@ -5,17 +5,17 @@ A step is applied if all of these hold:
 1. The unscaled gradients are finite (unless `skip=None`).
 2. The loss scale's `update` allows it. By default, `update` makes the same check.
 3. The true loss is finite, if it was passed to the step (unless `skip=None`).
-4. With a skip rule, the gradient norm is finite in float32, that is, below 2**64, and
-   the rule accepts the step.
+4. With a skip rule, the gradient norm is below 2**64, so that its square is finite in
+   float32, and the rule accepts the step.
 
-Each of the first three checks may be turned off. The result of such a check is Python's
-True instead of a bool array (the type `Flag`), so it costs nothing. The rule decides
+Each of the first three checks may be turned off. It then costs nothing, because its
+result is Python's True instead of a bool array (the type `Flag`). The rule decides
 last.
 
-All replicas must decide alike, or their parameters would diverge. So with an
-`axis_name`, everything that the decision depends on is first reduced over that axis:
-flags by a minimum, the norm by a maximum, and the loss by a mean. A loss scale that
-overrides `update` receives the axis name, and reduces its flag itself.
+If replicas decided differently, their parameters would diverge. With an `axis_name`,
+everything that the decision depends on is therefore reduced over that axis first: flags
+by a minimum, the norm by a maximum, and the loss by a mean. A loss scale that overrides
+`update` receives the axis name and reduces its flag itself.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -53,13 +53,11 @@ def decide_step(
 ) -> tuple[Flag, LossScaleState]:
     """Decides whether to apply a step; returns `(should_apply, new_state)`.
 
-    `new_state` is the state after the step, except that it still holds the old inner
-    state.
+    `new_state` is the state after the step, but still with the old inner state.
 
     The loss scale does not adapt if the loss is not finite, if finite gradients have a
-    norm of 2**64 or more, or if the rule skips the step. In these cases, another scale
-    would not have helped, and a skipped step should not count towards the growth of the
-    scale.
+    norm of 2**64 or more, or if the rule skips the step: another scale would not have
+    helped, and a skipped step should not count towards the growth of the scale.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
@@ -70,8 +68,8 @@ def decide_step(
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
     passed = grads_finite & scale_allows & loss_finite
     if passed is True:
-        # Nothing was checked. The counts stay as they were, so that the step compiles
-        # to the inner optimizer alone.
+        # Nothing was checked. The counts stay as they were, so that they cost the step
+        # nothing.
         return True, state._replace(loss_scale=adapted)
 
     passed = jnp.asarray(passed)
@@ -81,8 +79,8 @@ def decide_step(
     if rule is not None:
         assert norm is not None  # for type checkers: it is measured for the rule
         rule, should_apply = _run_rule(rule, norm, value, passed, axis_name)
-        # If the step passed the other checks, but is skipped here, the loss scale
-        # stays as it was.
+        # If the step passed the other checks but is skipped here, the loss scale stays
+        # as it was.
         scale_adapts = loss_finite & (should_apply | ~passed)
     _check_replicas_agree(should_apply, state)
     loss_scale = choose(scale_adapts, adapted, state.loss_scale)
@@ -93,11 +91,11 @@ def decide_step(
 def _check_gradients(
     grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
 ) -> tuple[jax.Array | None, Flag]:
-    """Returns the norm of the gradients, and whether they are finite on all replicas.
+    """Returns the norm of the gradients and whether they are finite on all replicas.
 
     A skip rule needs the norm, which is computed together with the check. Without a
-    rule, the norm is None, and the gradients are only checked if something depends on
-    the answer, and if the loss scale's `update` does not check them itself.
+    rule, the norm is None, and the gradients are checked only if something depends on
+    the answer and the loss scale's `update` does not check them itself.
     """
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
@@ -112,11 +110,11 @@ def _check_gradients(
 def _adapt(
     loss_scale: LossScale, grads: Any, grads_finite: Flag, axis_name: AxisName | None
 ) -> tuple[LossScale, Flag]:
-    """Returns the next loss scale, and whether the current one allows the step.
+    """Returns the next loss scale and whether the current one allows the step.
 
-    If a loss scale inherits `LossScale.update`, its `adjust` is called directly, with
-    `grads_finite`, because `update` would check the gradients again, only to pass the
-    answer to `adjust`.
+    If a loss scale inherits `LossScale.update`, which would check the gradients again
+    only to pass the answer to `adjust`, its `adjust` is called directly, with
+    `grads_finite`.
     """
     if loss_scale._gradients_checked_by == "step":
         new = loss_scale.adjust(grads_finite)
@@ -134,12 +132,12 @@ def _run_rule(
     passed: jax.Array,
     axis_name: AxisName | None,
 ) -> tuple[SkipRule, jax.Array]:
-    """Returns the next skip rule, and whether to apply the step.
+    """Returns the next skip rule and whether to apply the step.
 
-    `passed` is whether the step passed all other checks. The rule runs at every step,
-    because a branch would cost more. If the step failed a check, or if its norm or loss
-    is not finite, the rule's decision and new state are discarded, and only the rule's
-    `gradient_norm` changes: it becomes infinite.
+    `passed` is whether the step passed all other checks. The rule runs on every step,
+    without a branch. If the step failed a check, or if its norm or loss is not finite,
+    the rule's decision and new state are discarded, and only the rule's `gradient_norm`
+    changes: it becomes infinite.
     """
     may_apply = passed & jnp.isfinite(norm)
     if value is not None:
@@ -165,8 +163,8 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     """Raises if replicas that share a state could decide differently.
 
     Under `shard_map`, JAX tracks the axes along which a value varies. Replicas could
-    decide differently if `should_apply` varies along an axis, but the state does not.
-    With `check_vma=False`, JAX does not track the axes, and nothing is raised.
+    decide differently if `should_apply` varies along an axis but the state does not.
+    With `check_vma=False`, JAX does not track the axes, so nothing is raised.
     """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state

@@ -1,9 +1,8 @@
-"""Finds the loss scale that an argument describes, or that a state holds.
+"""Finds the loss scale that an argument describes or a state holds.
 
-`get` accepts an *identifier*, which users pass to `with_loss_scale`: a word such as
-`"dynamic"`, a number, a config or a `LossScale`. `get_loss_scale` finds the loss scale
-in an optimizer state. `resolve` accepts an identifier or a state, for functions such as
-`value_and_scaled_grad`::
+`get` accepts what users pass to `with_loss_scale`: a word such as `"dynamic"`, a
+number, a config or a `LossScale`. `get_loss_scale` finds the loss scale in an optimizer
+state. `resolve` accepts either, for functions such as `value_and_scaled_grad`::
 
     value_and_scaled_grad(loss_fn, 1024)
     value_and_scaled_grad(loss_fn, state)
@@ -49,7 +48,7 @@ _REMEDY_FOR_SEVERAL = (
 
 
 def get(identifier: LossScaleLike) -> LossScale:
-    """Returns the loss scale for an identifier: a word, a number or a config.
+    """Returns the loss scale that a word, a number or a config describes.
 
     `with_loss_scale` and other functions call it on their argument `loss_scale`, so a
     program can read that argument from a config file, as a word, a number or a dict.
@@ -59,7 +58,7 @@ def get(identifier: LossScaleLike) -> LossScale:
 
         - `"dynamic"`: a `DynamicLossScale` with its defaults.
         - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
-          and gradients that are zero at most steps.
+          and gradients that are all zero on most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: returned unchanged.
@@ -68,7 +67,7 @@ def get(identifier: LossScaleLike) -> LossScale:
           `presets` returns for the other items as its arguments.
 
     Returns:
-      The `LossScale`, in its initial state unless the identifier is a `LossScale`.
+      The `LossScale`, in its initial state unless `identifier` is a `LossScale`.
 
     Raises:
       ValueError: if `identifier` is none of these, or is a number that is not between
@@ -108,10 +107,13 @@ def get(identifier: LossScaleLike) -> LossScale:
     if validation.python_number(identifier) is not None:
         with messages.user_names(loss_scale="scale"):
             return FixedLossScale(identifier)  # pyrefly: ignore[bad-argument-type]
+    is_named = isinstance(identifier, str | type | np.dtype)
+    is_16_bit_dtype = is_named and "16" in str(identifier)
+    remedy = ". Pass a dtype to autocast(loss_fn, dtype)" if is_16_bit_dtype else ""
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
-        f"{messages.shown(identifier)}. Pass a dtype to autocast(loss_fn, dtype)"
+        f"{messages.shown(identifier)}{remedy}"
     )
 
 
@@ -119,7 +121,7 @@ def get_loss_scale(state: Any) -> LossScale:
     """Returns the one loss scale in an optimizer state, however deeply nested.
 
     Use it to read the current scale, `get_loss_scale(state)()`, or to unscale gradients
-    that you log, `get_loss_scale(state).unscale(scaled_grads)`.
+    for a log, `get_loss_scale(state).unscale(scaled_grads)`.
 
     Args:
       state: a state of the transformation that `with_loss_scale` returns, or anything
@@ -128,8 +130,8 @@ def get_loss_scale(state: Any) -> LossScale:
 
     Returns:
       The `LossScale`. Its state fields are arrays, even if `nnx` keeps them in
-      variables. If the state is a stack of several models' states, the loss scale is a
-      stack, too.
+      variables. If the state is a stack of several models' states, so is the loss
+      scale.
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one. (A loss scale in
@@ -177,9 +179,7 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
     if is_number and validation.is_traced(loss_scale):
-        # Callers only multiply by the scale and ask for its upper bound. No bound of a
-        # traced number is known, and a `DynamicLossScale` without a cap has none.
-        return DynamicLossScale().replace(loss_scale=loss_scale)
+        return _with_traced_scale(loss_scale)
     if _is_identifier(loss_scale):
         return get(loss_scale)
     check_master_weights_are_last(loss_scale)
@@ -188,8 +188,17 @@ def resolve(loss_scale: Any) -> LossScale:
     return found
 
 
+def _with_traced_scale(scale: Any) -> LossScale:
+    """Returns a loss scale whose current scale is a traced number.
+
+    Callers only multiply by the scale and ask for its upper bound. No bound of a traced
+    number is known, and a `DynamicLossScale` without a cap has none.
+    """
+    return DynamicLossScale().replace(loss_scale=scale)
+
+
 def _is_identifier(x: Any) -> bool:
-    """Whether `x` is an identifier for `get`: None, a config, or a single leaf.
+    """Whether `x` is for `get`, not a state: None, a config, or a single leaf.
 
     A config is recognized by its keys, because a state may be a dict as well.
     """

@@ -1,9 +1,9 @@
 """Casts parameters to `grad_dtype`, which makes it the dtype of their gradients.
 
 JAX gives a gradient the dtype of the argument that is differentiated, so parameters are
-cast before the loss function is called. With `grad_dtype=jnp.float16`, float32
-parameters then get float16 gradients, which take half the memory. Only floats wider
-than `grad_dtype` are cast, because the gradients of narrower floats are narrow already.
+cast before the loss function is called. With `grad_dtype=jnp.float16`, for example,
+float32 parameters get float16 gradients, which take half the memory. Only floats wider
+than `grad_dtype` are cast; the gradients of others are no wider than it already.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
 
 
 def _cast(path: Any, x: Any, dtype: Any) -> Any:
-    """Casts a leaf to a dtype if it is a wider float, and if the dtype is not None.
+    """Casts a leaf to a dtype if it is a wider float and the dtype is not None.
 
     Raises a `ValueError` if the leaf is a float of the same width but another dtype,
     such as bfloat16 instead of float16. Where the two meet, JAX promotes both to
@@ -84,7 +84,7 @@ def _is_none(x: Any) -> bool:
 def _is_function(grad_dtype: Any) -> bool:
     """Whether `grad_dtype` is a function rather than a dtype or a tree of dtypes.
 
-    It is not enough that it is callable, because dtypes such as `jnp.float16` are, too.
+    To be callable is not enough, because dtypes such as `jnp.float16` are callable too.
     """
     is_function = validation.is_function(grad_dtype)
     return is_function and validation.dtype_or_none(grad_dtype) is None

@@ -1,12 +1,12 @@
 """Computes scaled gradients: the gradients of the loss times the loss scale.
 
 `value_and_scaled_grad` is for code that would otherwise call `jax.value_and_grad`. It
-differentiates the loss times the loss scale, and returns the unscaled loss with the
+differentiates the loss times the loss scale and returns the unscaled loss with the
 scaled gradients.
 
 `scale_gradient` is for code that some other library differentiates. It returns the loss
-unchanged, but with a custom derivative: the loss scale instead of 1. By the chain rule,
-every gradient of the loss is then multiplied by the scale.
+unchanged but with a custom derivative, the loss scale instead of 1, so that by the
+chain rule every gradient of the loss is multiplied by the scale.
 """
 
 import functools
@@ -55,18 +55,16 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         exactly one loss scale. No gradient flows into it.
 
     Returns:
-      The loss, with its value unchanged; shape (), in float32 or wider. If the loss is
-      narrower than float32, backpropagation begins by casting the loss scale to the
-      dtype of the loss, and a large scale becomes infinite in float16.
+      The value of the loss, as a scalar of shape () in float32 or wider. If the loss is
+      narrower, backpropagation begins by casting the loss scale to the dtype of the
+      loss, where a large scale may be infinite: in float16, from 65520 on.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` is not a loss scale.
-      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects, for example
-        because it holds no loss scale, or several.
-      ValueError: if `loss_scale` is a stack of several models' loss scales or states.
-      ValueError: if `loss_scale` is a state in which another transformation comes after
-        `with_master_weights`.
+      ValueError: if `loss_scale` is none of these, or a stack of several models' loss
+        scales or states.
+      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects, or in which
+        another transformation comes after `with_master_weights`.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
@@ -120,7 +118,7 @@ def value_and_scaled_grad(
 
     The loss is multiplied by the loss scale before it is differentiated, so that small
     gradients do not underflow in float16. Call this inside the training step, with the
-    current state, because a function made before the loop would keep the first scale::
+    current state: a function made before the loop would always use the first scale::
 
         loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
@@ -132,15 +130,15 @@ def value_and_scaled_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
       grad_dtype: the dtype of the gradients. Wider floats in the differentiated
-        arguments are cast to it before `fun` is called. The cast alone does not make
-        matrix products narrow, because JAX promotes the parameters to float32 where the
-        other operand, such as the batch, is float32. For 16-bit products, pass
-        `autocast(fun)`. `grad_dtype` is one of:
+        arguments are cast to it before `fun` is called. For matrix products in 16 bits,
+        pass `autocast(fun)`: the cast alone may not change them, because JAX promotes
+        the parameters to float32 where the other operand, such as the batch, is
+        float32. `grad_dtype` is one of:
 
         - A dtype, such as `jnp.float16`, which halves the memory of float32 gradients.
         - A tree of dtypes, with `None` for no cast. It may be a prefix of the
           differentiated argument (or, for several `argnums`, of the tuple of them).
-        - A function that accepts this argument, and returns a dtype or a tree.
+        - A function that accepts this argument and returns a dtype or a tree.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -153,7 +151,7 @@ def value_and_scaled_grad(
 
     Raises:
       TypeError: if `fun` is not a function.
-      TypeError: if `argnums` are not ints, or are empty.
+      TypeError: if `argnums` are not ints or are empty.
       TypeError: when called, if the loss is not a real floating-point scalar.
       TypeError: when called, if `has_aux` is set and `fun` does not return a pair.
       TypeError: when called, if a differentiated argument is not a tree of arrays, has

@@ -1,9 +1,9 @@
 """Validates the inputs of a step: the gradients, the parameters and the loss.
 
-`prepare` checks that these fit each other, and returns them as a `StepInputs`, with
+`prepare` checks that these fit each other and returns them as a `StepInputs`, with
 zeros for missing gradients. All gradients are still scaled. The rest of the step
-unscales the gradients that the `mask` keeps, and checks that they are finite. All other
-gradients are *excluded*, that is, neither unscaled nor checked.
+unscales those that the `mask` keeps and checks that they are finite. The others are
+*excluded*: neither unscaled nor checked.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ SPLIT_MODEL = (
     "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
     "    loss_fn = lambda params: loss(eqx.combine(params, static))"
 )
-"""What to do if such leaves are differentiated, or are among the gradients."""
+"""What to do if such leaves are differentiated or are among the gradients."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,16 +79,16 @@ class StepInputs:
 
     def unscaled_by(self, loss_scale: LossScale) -> Self:
         """Returns a copy with unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several branches, and under `jit`, the unscaling
-        # is traced only once.
+        # A compiled step unscales in several branches; under `jit`, the unscaling is
+        # traced only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
         # Whether an element is replaced depends on that element alone, not on the check
-        # of all elements. So a norm that `inner` computes for a clip need not wait for
-        # the check, and XLA can compute norm and check in the same pass.
+        # of all elements. A norm that `inner` computes for a clip therefore need not
+        # wait for the check. Programs compiled for an H100 do both in one pass.
         grads_and_value = (self.kept_grads(), self.value)
         grads, value = jax.tree.map(_zero_unless_finite, grads_and_value)
         return dataclasses.replace(self._with_kept_grads(grads), value=value)
@@ -109,7 +109,7 @@ class StepInputs:
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> StepInputs:
-    """Validates the inputs of a step, and replaces missing gradients with zeros."""
+    """Validates the inputs of a step and replaces missing gradients with zeros."""
     if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
@@ -158,7 +158,7 @@ def _zero_unless_finite(x: Any) -> Any:
 def _check_fit(grads: Any, params: Any) -> None:
     """Raises a `ValueError` unless each gradient fits its parameter.
 
-    A gradient must have the shape of its parameter, and must be floating-point if the
+    A gradient must have the shape of its parameter, and be floating-point if the
     parameter is. Further axes in front are allowed, because some inner transformations
     expect a gradient for each example of a batch.
     """

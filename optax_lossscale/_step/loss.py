@@ -1,4 +1,4 @@
-"""Checks of a loss function, and of the loss that it returns.
+"""Checks of a loss function and of the loss that it returns.
 
 A loss function returns the loss, a real scalar, or with `has_aux=True` a pair
 `(loss, aux)`. This file reports the usual mistakes: a loss that is still an array, a
@@ -37,11 +37,13 @@ def loss_of(returned: Any, has_aux: bool) -> Any:
 def check_scalar(name: str, x: Any) -> None:
     """Raises a `TypeError` unless `x` is a real number of shape ()."""
     if not is_real(x):
-        raise TypeError(
-            f"{name} must be a real number, got {shown(x)}. Instead of a pair (loss, "
-            "aux), or of several losses in a dict, pass the loss alone. If a function "
-            "returns the pair, set has_aux=True"
-        )
+        remedy = ""
+        if isinstance(x, (tuple, list, dict)):
+            remedy = (
+                ". Instead of a pair (loss, aux), or of several losses in a dict, pass "
+                "the loss alone. If a function returns the pair, set has_aux=True"
+            )
+        raise TypeError(f"{name} must be a real number, got {shown(x)}{remedy}")
     shape = np.shape(x)
     if shape:
         raise TypeError(
@@ -66,13 +68,15 @@ def check_keywords(
 ) -> None:
     """Raises a `TypeError` if a parameter of `fun` has a reserved name.
 
-    The `reserved` names are keywords that `minimize`, or whatever calls `fun`, takes
-    for itself: `minimize(loss_fn, …, has_aux=True)` never passes `has_aux` to
-    `loss_fn`. If `loss_fn` has a parameter of that name, the user may have meant that
-    parameter, but it would silently keep its default.
+    The `reserved` names are keywords that the caller of `fun`, such as `minimize`,
+    consumes: `minimize(loss_fn, …, has_aux=True)` never passes `has_aux` to `loss_fn`.
+    If `loss_fn` has a parameter of that name, the user may have meant that parameter,
+    which would silently keep its default.
 
     No error is raised if the parameter already has a value: from `args`, the positional
-    arguments that `fun` will be called with, or from a `functools.partial`.
+    arguments that `fun` will be called with, or from a `functools.partial`. Nor is one
+    raised for a `*` or `**` parameter such as `**extra_args`, which only collects other
+    arguments.
     """
     try:
         signature = inspect.signature(fun)
@@ -80,8 +84,10 @@ def check_keywords(
     except (TypeError, ValueError):  # no signature, or args do not fit: the call fails
         return
     bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {n for n, p in signature.parameters.items() if p.kind not in variadic}
     for name in reserved:
-        if name in signature.parameters and name not in bound:
+        if name in named - bound:
             raise TypeError(
                 f"{name} is an argument of this call, so it would not reach the "
                 "function's own argument of that name. Bind the latter: "

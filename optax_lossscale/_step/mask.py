@@ -1,12 +1,12 @@
 """The argument `mask`, which excludes gradients from unscaling and from the check.
 
-The loss scale multiplies all gradients. But some leaves of a gradient tree are not
-gradients: they are new values of their parameters, such as Flax's float8 scales, and
-must not be divided by the loss scale. A mask of bools excludes these leaves::
+The loss scale multiplies all gradients, but some leaves of a gradient tree are new
+values of their parameters instead, such as Flax's float8 scales, and must not be
+divided by the loss scale. A mask of bools excludes these leaves::
 
     mask = {"params": True, "_overwrite_with_gradient": False}
 
-The inner optimizer receives the excluded leaves together with the unscaled gradients.
+The inner optimizer receives these together with the unscaled gradients.
 """
 
 from collections.abc import Callable, Mapping

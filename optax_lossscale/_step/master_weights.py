@@ -1,10 +1,10 @@
 """Master weights: trains 16-bit parameters in float32.
 
-An update that is too small to change a 16-bit parameter would be lost. So the optimizer
+An update that is too small to change a 16-bit parameter would be lost, so the optimizer
 trains a float32 number, the *master weight*, and the parameter is this number rounded
 to 16 bits. The *remainder* is what must be stored beside the parameter to recover the
-master weight. Each step joins parameter and remainder, and splits the result
-(`_arrays/rounding.py`)::
+master weight. Each step joins parameter and remainder, adds the update and splits the
+sum (`_arrays/rounding.py`)::
 
     weight = join(param, remainder)
     new_param, remainder = split(weight + inner_update)
@@ -39,8 +39,8 @@ def with_master_weights(
     float32 parameters, even if the model computes in 16 bits, as under `autocast`.
 
     An update that is smaller than half the distance from a parameter to the next 16-bit
-    number changes nothing when it is added to the parameter. So `inner` updates float32
-    numbers, the *master weights*. For each 16-bit parameter, the state stores a
+    number changes nothing when it is added to the parameter. Therefore `inner` updates
+    float32 numbers, the *master weights*. For each 16-bit parameter, the state stores a
     *remainder*: what is needed, beside the parameter, to recover its master weight. The
     updates that the wrapper returns turn the parameters into the rounded master
     weights::
@@ -55,7 +55,7 @@ def with_master_weights(
     A bfloat16 parameter has a remainder of 16 bits, which takes half the memory of a
     float32 copy. Each step recovers the master weights bit for bit, except for those
     that round to zero or to infinity. Ties are rounded away from zero, because 16 bits
-    would not be enough with ties to even. So a parameter may differ in its last place
+    would not be enough with ties to even, so a parameter may differ in its last place
     from what `astype` would give.
 
     For float16 parameters, whose range is smaller, the remainder is the master weight
@@ -65,18 +65,18 @@ def with_master_weights(
     replaces the float32 copy. A changed bfloat16 parameter still gets the old
     remainder, which moves it by at most half a unit in its last place.
 
-    *It must come last.* Pass it the whole optimizer,
-    `with_loss_scale(with_master_weights(optax.chain(…)))`. If something changes its
-    updates afterwards, the parameters are no longer the rounded master weights, whose
-    low bits are lost at each step. The `init` of `with_loss_scale`, and
-    `value_and_scaled_grad` and `scale_gradient` of such a state, raise an error for
+    Pass it the whole optimizer: `with_loss_scale(with_master_weights(optax.chain(…)))`.
+    If something changes its updates afterwards, the parameters are no longer the
+    rounded master weights, and each step loses the low bits of these. Two such mistakes
+    raise an error, in `init` of `with_loss_scale` and in `value_and_scaled_grad` and
+    `scale_gradient` if they are given the state:
 
     - another of Optax's transformations after it in a chain, and
     - `optax.lookahead`, or `mechanize`, `sam` or `schedule_free` of `optax.contrib`,
       around it.
 
-    Any other change may go undetected, for example by a transformation of your own.
-    `testing.assert_scale_invariant` detects it for float16 parameters, but not for
+    Any other change may go undetected, such as one by a transformation of your own.
+    `testing.assert_scale_invariant` detects it for float16 parameters but not for
     bfloat16 ones.
 
     Transformations before `with_master_weights` in an `optax.chain` receive the rounded
@@ -88,8 +88,8 @@ def with_master_weights(
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its
-      `update` needs `params`, and returns updates in float32 or wider. A parameter
-      whose gradient is `None` stays as it is, and so do its slots in the inner state.
+      `update` needs `params` and returns updates in float32 or wider. A parameter whose
+      gradient is `None` stays as it is, and so do its slots in the inner state.
       For parameters in float32 or wider, the updates are those of `inner`, and no
       second copy is stored.
 
@@ -97,14 +97,12 @@ def with_master_weights(
       TypeError: if `inner` is not a gradient transformation.
       TypeError: in `update`, if the state is not a state of this transformation.
       ValueError: in `init`, if a parameter has 8 bits.
-      ValueError: in `update`, if `params` is None.
-      ValueError: in `update`, if the gradients do not have the structure of the
-        parameters.
+      ValueError: in `update`, if `params` is None or does not have the structure of the
+        gradients.
       ValueError: in `update`, if the state was made for parameters of other shapes or
-        dtypes. (Float32 parameters are accepted in place of 16-bit ones, because
-        `with_loss_scale` converts them.)
-      ValueError: in `update`, if the state holds the inner state of an optimizer of
-        16-bit parameters.
+        dtypes, or holds the inner state of an optimizer of 16-bit parameters. (Float32
+        parameters are accepted in place of 16-bit ones, because `with_loss_scale`
+        converts them.)
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
@@ -137,7 +135,7 @@ def with_master_weights(
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
-        # `with_loss_scale` passes all parameters in float32, and has made this check
+        # `with_loss_scale` passes all parameters in float32 and has made this check
         # already, with the parameters in their own dtypes.
         if any(map(is_narrow_leaf, jax.tree.leaves(params))):
             check_remainders(state, init, params)

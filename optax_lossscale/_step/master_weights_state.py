@@ -4,8 +4,8 @@ A *remainder* is what must be stored beside a 16-bit parameter to recover its fl
 master weight (`master_weights.py`).
 
 `with_loss_scale` passes the inner optimizer all parameters in float32, so a
-`with_master_weights` inside it cannot tell which parameters have 16 bits. Therefore the
-`init` of `with_loss_scale` adds the remainders of these to the state
+`with_master_weights` inside it cannot tell which of them have 16 bits. The `init` of
+`with_loss_scale` therefore adds the remainders of these to the state
 (`with_remainders`). From then on, a parameter counts as one of 16 bits if the state
 stores a remainder for it.
 """
@@ -82,9 +82,9 @@ def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
     """Adds the remainders of 16-bit parameters to an inner state.
 
     The inner optimizer's `init` made `state` for the parameters in float32, which have
-    no remainders. So `init` is called again, for `params` in their own dtypes, and each
-    `MasterWeightsState` is replaced by the new one. If `state` contains none, it is
-    returned unchanged.
+    no remainders. It is therefore called again, for `params` in their own dtypes, and
+    each `MasterWeightsState` is replaced by the new one. If `state` contains none, it
+    is returned unchanged.
     """
     if not find_nodes(is_master_weights_state, state):
         return state

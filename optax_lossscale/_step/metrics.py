@@ -1,7 +1,7 @@
 """Collects the scalars to log about loss scaling, such as the scale and the skips.
 
-Some entries do not depend on the class of the loss scale, such as `loss_scale` and
-`skipped_steps`. The others are the public state of the loss scale and the skip rule,
+Some entries, such as `loss_scale` and `skipped_steps`, do not depend on the class of
+the loss scale. The others are the public state of the loss scale and the skip rule,
 under the names of the fields. If two entries would have the same name, the second gets
 a longer one, such as `skip_rule/name`.
 """
@@ -23,8 +23,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Call it in the compiled step or on the state that the step returns. With a
     `DynamicLossScale`, a few skipped steps are normal, because the scale grows until
-    gradients overflow. But if steps are skipped again and again, look for the cause
-    with `diagnose`.
+    gradients overflow. If steps are skipped again and again, however, look for the
+    cause with `diagnose`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
@@ -37,7 +37,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       have the axes of the stack.
 
       - `loss_scale`, `log2_loss_scale`: float32.
-      - `exhausted`: whether, at the last step that the scale adapted to, gradients
+      - `exhausted`: whether, on the last step that the scale adapted to, gradients
         overflowed and the scale could not be lowered; bool.
       - `should_apply`: whether the last step was applied; bool.
       - `skipped_steps`, `consecutive_skipped_steps`: int32.
@@ -55,7 +55,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Raises:
       ValueError: if `get_loss_scale` rejects the state, for example because it holds no
-        loss scale, or several.
+        loss scale or several.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -103,11 +103,14 @@ def _add_public_state(
     If the name of a field is in use, the field gets the name of its part in front.
     """
     for part, owner in parts.items():
-        for name in owner._state_names if owner is not None else ():
+        if owner is None:
+            continue
+        for name in owner._state_names:
             is_scale = part == name == "loss_scale"
-            if not is_scale and not name.startswith("_"):
-                full_name = f"{part}/{name}"
-                scalars[full_name if name in scalars else name] = getattr(owner, name)
+            if is_scale or name.startswith("_"):
+                continue
+            key = f"{part}/{name}" if name in scalars else name
+            scalars[key] = getattr(owner, name)
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
@@ -124,7 +127,7 @@ def _loss_scale_scalars(
 
 @jax.jit
 def _blank(loss_scale: LossScale) -> LossScale:
-    """Returns a loss scale with its initial scale, and with zeros for other state."""
+    """Returns a loss scale with its initial scale and with zeros for other state."""
     initial = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
     zeros = jax.tree.map(jnp.zeros_like, loss_scale)
     return zeros.replace(loss_scale=initial)

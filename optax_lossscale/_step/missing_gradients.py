@@ -2,11 +2,11 @@
 
 A gradient is missing if it is None, which freezes its parameter, or a float0 array,
 which is JAX's gradient of an integer. The inner optimizer expects a gradient for every
-parameter, so `fill_missing` puts zeros in place of missing gradients. But an optimizer
-with weight decay or momentum may move a parameter even if its gradient is zero. So
-`MissingGradients` records which gradients were missing. After the inner update, the
-updates of parameters without a gradient are dropped (`map_updates`), and the slots of
-these parameters in the inner state, such as Adam's moments, are restored
+parameter, so `fill_missing` puts zeros in place of missing gradients. Because an
+optimizer with weight decay or momentum may move a parameter even if its gradient is
+zero, `MissingGradients` records which gradients were missing. After the inner update,
+the updates of parameters without a gradient are dropped (`map_updates`), and the slots
+of these parameters in the inner state, such as Adam's moments, are restored
 (`keep_slots`).
 """
 
@@ -28,7 +28,7 @@ class MissingGradients:
     """The places in a gradient tree at which gradients are missing.
 
     Attributes:
-      paths: the paths of missing leaves, and of whole branches that are None.
+      paths: the paths of missing leaves and of whole branches that are None.
     """
 
     paths: frozenset[Any]

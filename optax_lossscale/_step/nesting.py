@@ -1,4 +1,4 @@
-"""Rejects combinations of Optax transformations that would silently train wrongly.
+"""Rejects combinations of transformations with which training silently goes wrong.
 
 Two kinds are rejected:
 
@@ -8,13 +8,13 @@ Two kinds are rejected:
   `_REPLACE_UPDATES` around it, because either changes the updates of
   `with_master_weights`.
 
-Other combinations may also train wrongly, but are allowed. In a chain, a transformation
-before `with_loss_scale` that sums gradients keeps the NaN of an overflow, and a
-transformation after `with_loss_scale` may move parameters at a skipped step.
+Training may also go wrong with other combinations, which are allowed. In a chain, a
+transformation before `with_loss_scale` that sums gradients keeps the NaN of an
+overflow, and one after `with_loss_scale` may move parameters on a skipped step.
 
-An optimizer is a pair of functions, which do not show what it consists of. But its
-state does, because the state of a transformation holds the states of those inside it.
-Optax's classes of states are recognized by name rather than imported, so that this
+An optimizer is a pair of functions, which do not show what it consists of, but its
+state shows it, because the state of a transformation holds the states of those inside
+it. Optax's classes of states are recognized by name rather than imported, so that this
 package works with versions of Optax that have moved one of them.
 """
 
@@ -28,8 +28,8 @@ from optax_lossscale._step.master_weights_state import is_master_weights_state
 from optax_lossscale._step.state import loss_scales_in
 
 # The wrappers that belong inside `with_loss_scale`. The key is the name of a wrapper's
-# state class. The value is the wrapper's name, and the harm that the wrapper does
-# around `with_loss_scale`.
+# state class. The value is the wrapper's name and the harm that the wrapper does around
+# `with_loss_scale`.
 _BELONG_INSIDE = {
     "MultiStepsState": (
         "MultiSteps",
@@ -116,9 +116,9 @@ def _not_last(fault: str) -> ValueError:
 def _is_chain(state: Any) -> bool:
     """Whether this is a state of `optax.chain`, a tuple, or of `named_chain`, a dict.
 
-    The children of a chain's state must be states, too, that is, named tuples or
-    chains. A tuple of arrays is not a chain, because another transformation may hold
-    one for a tuple of parameters.
+    The children of a chain's state must themselves be states: named tuples or chains. A
+    tuple of arrays is not a chain, because another transformation may hold one for a
+    tuple of parameters.
     """
     if type(state) not in (tuple, OrderedDict):
         return False

@@ -1,8 +1,8 @@
-"""The state of an optimizer with loss scaling, and the checks at the start of a step.
+"""The state of an optimizer with loss scaling and the checks at the start of a step.
 
 Between two steps, a state may pass through a checkpoint, a `vmap` or another
-transformation, and come back changed. For example, a checkpoint may restore a flag as a
-float, and training would silently continue with wrong values. So each step checks
+transformation and come back changed. If a checkpoint restored a flag as a float, for
+example, training would silently continue with wrong values. Each step therefore checks
 everything that can be checked without reading an array: types, structures, shapes and
 dtypes.
 """
@@ -29,9 +29,9 @@ from optax_lossscale._skips.rule import SkipRule
 class LossScaleState(NamedTuple):
     """The state of `with_loss_scale`.
 
-    Save the state in checkpoints as it is. To log it, call `metrics`, and to read the
-    loss scale, `get_loss_scale`. Both functions also find the state inside the state of
-    an `optax.chain`, a train state or an `nnx.Optimizer`.
+    Save the state in checkpoints as it is. To log it, call `metrics`; to read the loss
+    scale, call `get_loss_scale`. Both also find the state inside the state of an
+    `optax.chain`, a train state or an `nnx.Optimizer`.
 
     Attributes:
       loss_scale: the `LossScale`, with its counters.
@@ -132,8 +132,8 @@ def check_inner_dtypes(
 ) -> None:
     """Raises a `ValueError` if the inner state has narrower floats than `init` returns.
 
-    The floats are narrower if the checkpoint of a 16-bit optimizer was restored. `init`
-    is called on abstract parameters, and only if the state has narrow floats at all.
+    They are narrower if the checkpoint of a 16-bit optimizer was restored. `init` is
+    called on abstract parameters, and only if the state has narrow floats at all.
     """
     if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return

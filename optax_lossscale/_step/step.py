@@ -2,13 +2,13 @@
 
 `ScaledStep.step` does the following:
 
-1. `inputs.prepare` validates the gradients, and puts zeros in place of missing ones.
+1. `inputs.prepare` validates the gradients and puts zeros in place of missing ones.
 2. The gradients are divided by the loss scale in the state, the same one that the loss
    was multiplied by.
-3. `decide_step` checks whether the gradients and the loss are finite on all replicas,
-   and then runs the skip rule, if there is one. The results are whether to apply the
-   step, and the state with an adapted loss scale.
-4. `apply_or_skip` runs the inner optimizer on the unscaled gradients, or keeps the
+3. `decide_step` checks whether the gradients and the loss are finite on all replicas
+   and then runs the skip rule, if there is one. It returns whether to apply the step,
+   and the state with an adapted loss scale.
+4. `apply_or_skip` runs the inner optimizer on the unscaled gradients or keeps the
    parameters and the inner state as they were.
 """
 
@@ -46,8 +46,8 @@ from optax_lossscale._step.update import InnerUpdate
 class ScaledStep:
     """The step of the optimizer that `with_loss_scale` returns.
 
-    An instance is the `update` of that optimizer. A closure would not do, because
-    `apply_gradients` also calls the method `step`.
+    An instance is the `update` of that optimizer. It is not a closure, because
+    `apply_gradients` also calls its method `step`.
 
     Attributes:
       inner: the wrapped optimizer.
@@ -78,7 +78,7 @@ class ScaledStep:
         """
         inputs.check_arrays("params", params, inputs.FILTER_MODEL)
         return LossScaleState(
-            # The arrays are copied, because the state may be donated, and `init` called
+            # The arrays are copied, because the state may be donated and `init` called
             # again.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(self._init_inner(params), params),
@@ -126,13 +126,10 @@ class ScaledStep:
         """Takes one step; returns `(params, state)`.
 
         With `to_params=False`, returns `(updates, state)`. `value` is the true loss.
-
-        MaxText and Levanter pass the loss under another name, as the extra argument
-        `loss`. With a rule, it is read if `value` is None, because these two have rules
-        that need the loss. Without a rule, it is not read, because it may be something
-        else.
         """
         self._check_state(state, params)
+        # MaxText and Levanter, whose rules need the loss, pass it as the extra argument
+        # `loss`. Without a rule, an argument of that name may be something else.
         if value is None and self.rule is not None:
             value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)

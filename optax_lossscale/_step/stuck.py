@@ -1,8 +1,8 @@
 """Raises an error on the host if training cannot continue.
 
 A compiled step cannot raise an error, so if gradients overflow at every loss scale,
-every step is skipped, and training continues without effect. But the state counts the
-skipped steps, and between two steps, `raise_if_stuck` reads these counts.
+every step is skipped and training goes on without effect. The state counts the skipped
+steps, however, and `raise_if_stuck` reads these counts between two steps.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ _LOWER_FLOOR = (
     "If gradients are large but not broken, allow a smaller scale (min_scale)"
 )
 _RESTART_RULE = (
-    "If large norms are here to stay, restart the rule: "
+    "If norms have risen for good, restart the rule: "
     "state._replace(skip_rule=tx.init(params).skip_rule). Or use skips.spikes(), which "
     "accepts a new level after max_skips skipped steps, if max_consecutive_skips is at "
     "least max_skips"
@@ -47,15 +47,15 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
         if step % 100 == 0:
             ols.raise_if_stuck(state)
 
-    Skipped steps leave the parameters as they were, so you can examine afterwards what
-    went wrong: `print(ols.diagnose(loss_fn, params, batch))`.
+    Skipped steps leave the parameters as they were, so you can look for the cause
+    afterwards: `print(ols.diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
         `nnx.Optimizer` that holds it. For a `LossScale`, only `exhausted` is checked.
-      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip this many steps, in a row or not, before applied steps make up for them
-        (see `skip_debt` of `skips.SkipRule`).
+      max_consecutive_skips: how many steps in a row may be skipped. It also limits a
+        skip rule, which may skip this many steps, in a row or not, before applied steps
+        make up for them (see `skip_debt` of `skips.SkipRule`).
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`.
@@ -63,7 +63,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       LossScaleError: if the `skip_debt` of a rule is more than 20 times
         `max_consecutive_skips`.
       ValueError: if `get_loss_scale` rejects the state, for example because it holds no
-        loss scale, or several.
+        loss scale or several.
       ValueError: if `max_consecutive_skips` is not an int of at least 1.
       ValueError: if the state is a stack of several models' states.
       TypeError: if the state is traced.
@@ -86,29 +86,27 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     loss_scale = get_loss_scale(state)
     wrapper_state = loss_scale_state_or_none(state)
     _check_one_model(loss_scale, wrapper_state)
-    reason = None
-    remedies = [_DIAGNOSE]
-    if loss_scale.exhausted():
-        reason = (
-            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
-            "be lowered"
-        )
-        if getattr(loss_scale, "min_scale", None) is not None:
-            remedies.append(_LOWER_FLOOR)
-    elif wrapper_state is not None:
-        reason = _too_many_skips(wrapper_state, max_skips)
-        rule = wrapper_state.skip_rule
-        if rule is not None and rule.skipped_by_rule:
-            remedies.append(_RESTART_RULE)
+    reason = _why_stuck(loss_scale, wrapper_state, max_skips)
     if reason is None:
         return
     sentences = [reason]
     if wrapper_state is not None:
-        sentences.append(
-            f"Steps skipped in a row: {wrapper_state.consecutive_skipped_steps}"
-        )
-    sentences += remedies
+        skipped = wrapper_state.consecutive_skipped_steps
+        sentences.append(f"Steps skipped in a row: {skipped}")
+    sentences += [_DIAGNOSE, *_further_remedies(loss_scale, wrapper_state)]
     raise LossScaleError(". ".join(sentences))
+
+
+def _why_stuck(
+    loss_scale: LossScale, state: LossScaleState | None, max_skips: int
+) -> str | None:
+    """Explains why training cannot continue, or returns None if it can."""
+    if loss_scale.exhausted():
+        return (
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
+            "be lowered"
+        )
+    return None if state is None else _too_many_skips(state, max_skips)
 
 
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
@@ -127,6 +125,15 @@ def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
         reason += f", or {type(rule).__name__} skipped the steps"
     reason += f"; the loss scale is {state.loss_scale():g}"
     return reason if rule is None else f"{reason}. {_last_step(rule)}"
+
+
+def _further_remedies(loss_scale: LossScale, state: LossScaleState | None) -> list[str]:
+    """Returns what else to try if training is stuck, besides `diagnose`."""
+    if loss_scale.exhausted():
+        has_floor = getattr(loss_scale, "min_scale", None) is not None
+        return [_LOWER_FLOOR] if has_floor else []
+    rule = None if state is None else state.skip_rule
+    return [_RESTART_RULE] if rule is not None and rule.skipped_by_rule else []
 
 
 def _last_step(rule: SkipRule) -> str:

@@ -1,8 +1,8 @@
 """Runs the inner optimizer's update, the part of a step that can be skipped.
 
-The inner optimizer receives gradients, parameters and state in float32 or wider,
-whatever the dtype of the parameters. The updates are added in float32 or wider, too,
-and the new parameters are rounded to their own dtype only once, at the end::
+Whatever the dtype of the parameters, the inner optimizer receives gradients, parameters
+and state in float32 or wider. The updates are also added in float32 or wider, so that
+the new parameters are rounded to their own dtype only once, at the end::
 
     updates, inner_state = inner.update(unscaled_grads, inner_state, float32_params)
     params = (float32_params + updates).astype(params.dtype)
@@ -24,7 +24,7 @@ from optax_lossscale._step.missing_gradients import param_for_inner, update_or_z
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """Checks the argument `inner` of a wrapper, and converts `optax.MultiSteps`.
+    """Checks the argument `inner` of a wrapper and converts `optax.MultiSteps`.
 
     Raises a `TypeError` if `inner` does not have an `init` and an `update`.
     """
@@ -53,7 +53,7 @@ class InnerUpdate:
     def apply(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
         """Runs the update; returns new parameters or updates, and the new inner state.
 
-        The new inner state has the dtypes of the old one, and keeps the old slots, such
+        The new inner state has the dtypes of the old one and keeps the old slots, such
         as Adam's moments, of parameters without a gradient.
         """
         params = unscaled.params
@@ -77,7 +77,7 @@ class InnerUpdate:
         return result, missing.keep_slots(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """Returns the extra arguments, and the loss if the inner update accepts it."""
+        """Returns the extra arguments and the loss if the inner update accepts it."""
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if value is None or not (takes_any or "value" in parameters):
@@ -86,7 +86,7 @@ class InnerUpdate:
 
 
 def _updated_param(param: Any, update: Any) -> Any:
-    """Adds an update to a parameter in float32 or wider, and rounds the sum.
+    """Adds an update to a parameter in float32 or wider and rounds the sum.
 
     If the update is None, the parameter stays as it is.
     """

@@ -1,7 +1,7 @@
 """Keeps values outside the optimizer as they were before a skipped step.
 
-Batch statistics are an example. When a step is skipped, its forward pass has already
-run, and may have put a NaN or an infinity into them.
+Batch statistics are an example: by the time a step is skipped, its forward pass has run
+and may have put a NaN or an infinity into them.
 """
 
 from typing import Any
@@ -27,8 +27,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
 
     Skipping a step protects only the parameters and the optimizer's state. Use
     `where_applied` for every other value that a skipped step should not change, such as
-    batch statistics, in which a NaN would stay forever, or an average of the
-    parameters::
+    an average of the parameters, or batch statistics, which would keep a NaN forever::
 
         params, state = tx.apply_gradients(scaled_grads, state, params)
         batch_stats = ols.where_applied(state, new_batch_stats, batch_stats)
@@ -46,8 +45,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
       `old`. An `nnx.State` is returned with new variables.
 
     Raises:
-      ValueError: if the state holds no `LossScaleState`, or several.
-      ValueError: if `new` and `old` differ in structure, or in where they have arrays.
+      ValueError: if the state holds no `LossScaleState` or several.
+      ValueError: if `new` and `old` differ in structure or in where they have arrays.
       ValueError: if `new` and `old` hold the same `nnx` variables, which the step has
         changed in place.
       TypeError: if an array has another shape in `new` than in `old`.
@@ -103,7 +102,7 @@ def _check_fits(new: jax.Array, old: jax.Array, name: str) -> None:
     """Raises a `TypeError` unless `new` fits the shape and dtype of `old`.
 
     Any real dtype fits a float, and any dtype fits a complex one, even if values are
-    rounded. But neither floats nor wider integers fit an integer.
+    rounded. Neither floats nor wider integers fit an integer.
     """
     if new.shape != old.shape:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The optimizer wrapper `with_loss_scale`, and the transformation that it returns.
+"""The optimizer wrapper `with_loss_scale` and the transformation that it returns.
 
 This file is the interface: the arguments, their checks, and the methods that users
 call. All three ways to take a step end in `ScaledStep.step`, in `step.py`::
@@ -64,10 +64,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             updates, state = tx.update(scaled_grads, state, params, value=loss)
             params = optax.apply_updates(params, updates)
 
-        On CPU, XLA can then fuse both lines with the unscaling. As compiled programs
-        show, neither the unscaled gradients nor the updates are then written to memory.
-        An `optax.chain` around the wrapper does not have this method: write the two
-        lines there.
+        On CPU, XLA can then fuse both lines with the unscaling, so that compiled
+        programs write neither the unscaled gradients nor the updates to memory. An
+        `optax.chain` around the wrapper does not have this method: write the two lines
+        there.
 
         Args:
           scaled_grads: the gradients of the scaled loss, a tree like `params`. Where a
@@ -75,10 +75,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             inner state stay as they are.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (). If the loss is not finite, the step is
-            skipped, and the loss scale does not change (unless `skip=None`). The loss
-            is also passed on to the inner transformation, if the latter accepts a
-            `value`.
+          value: the true loss, shape (). If the loss is not finite, the step is skipped
+            and the loss scale does not change (unless `skip=None`). The loss is also
+            passed on to the inner transformation if that accepts a `value`.
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -86,17 +85,16 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           are bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is not a `LossScaleState`, or if its `should_apply` is
-            not a bool.
-          TypeError: if a gradient is not an array.
-          TypeError: if `value` is not a real number of shape ().
+          TypeError: if `state` is not a `LossScaleState` with a bool `should_apply`.
+          TypeError: if a gradient is not an array, or `value` not a real number of
+            shape ().
           TypeError: if the `update` of this optimizer was replaced.
           TypeError: if a method of your own loss scale or skip rule does not return
             what it must return.
           ValueError: if `params` is None.
           ValueError: if the gradients do not have the structure and shapes of the
-            parameters, or are integers where the parameters are floats.
-          ValueError: if the mask does not fit the gradients.
+            parameters, are integers where the parameters are floats, or do not fit the
+            mask.
           ValueError: if the state is configured differently from this optimizer, is a
             stack of several states, or holds the inner state of an optimizer of 16-bit
             parameters.
@@ -131,19 +129,19 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, Any, LossScaleState]:
         """Computes the loss and its gradients, and takes a step, in one call.
 
-        The method calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
-        `apply_gradients` with the loss as `value`, so if the loss is not finite, the
-        step is skipped (unless `skip=None`). If your step needs the gradients, for
-        example for a `pmean` under `pmap`, call these two functions instead.
+        The method calls `value_and_scaled_grad(loss_fn, state)(params, …)` and then
+        `apply_gradients` with the loss as `value`, so a step whose loss is not finite
+        is skipped (unless `skip=None`). If your step needs the gradients, for example
+        for a `pmean` under `pmap`, call these two functions instead.
 
         Args:
-          loss_fn: is called as `loss_fn(params, *args, **kwargs)`, and returns the
-            loss, a scalar. For matrix products in float16, pass `autocast(loss_fn)`.
+          loss_fn: is called as `loss_fn(params, *args, **kwargs)` and returns the loss,
+            a scalar. For matrix products in float16, pass `autocast(loss_fn)`.
           state: the state that `init` or the last step returned.
           params: the parameters, a tree of arrays.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          grad_dtype: the dtype of all gradients, or of each one, as in
+          grad_dtype: the dtype of all gradients or of each one, as in
             `value_and_scaled_grad`. `loss_fn` then receives the cast parameters.
           extra_args: passed on to the inner transformation, in addition to the loss as
             `value`.
@@ -232,7 +230,7 @@ def with_loss_scale(
             updates = zeros
         loss_scale = loss_scale.adjust(finite)
 
-    The scaled gradients come from `value_and_scaled_grad`, or from a loss function that
+    The scaled gradients come from `value_and_scaled_grad` or from a loss function that
     returns `scale_gradient(loss, state)`. The method `minimize` computes them itself.
 
     `inner` receives unscaled gradients, parameters and state in float32 or wider. Pass
@@ -240,20 +238,20 @@ def with_loss_scale(
     a chain around the wrapper, a transformation before the wrapper would receive scaled
     gradients, and one that sums these, such as `optax.trace`, would keep the NaN of an
     overflow for good. A transformation after the wrapper may move the parameters even
-    at a skipped step, as weight decay and `optax.ema` do.
+    on a skipped step, as weight decay and `optax.ema` do.
 
-    *How a step is skipped.* With `branch="cond"`, a `lax.cond` runs `inner` only if the
-    step is applied. With `"select"`, `inner` runs at every step, and its results or the
-    old values are selected. At a skipped step, `inner` then receives zeros in place of
-    NaN and infinities, except in gradients that `mask` excludes. (With `skip=None`, it
-    receives them as they are.) Use `"cond"` if `inner` should not run at a skipped
-    step, because it has side effects, such as a callback, or is expensive, such as an
-    `eigh`. The default is `"cond"` on CPU, and `"select"` on GPU and TPU, where
-    compiled programs show copies after a conditional.
+    A step is skipped in one of two ways. With `branch="cond"`, a `lax.cond` runs
+    `inner` only if the step is applied. With `"select"`, `inner` runs on every step,
+    and its results or the old values are selected. On a skipped step, `inner` then
+    receives zeros in place of NaN and infinities, except in gradients that `mask`
+    excludes. (With `skip=None`, it receives them as they are.) Use `"cond"` if `inner`
+    should not run on a skipped step, because it has side effects, such as a callback,
+    or is expensive, such as an `eigh`. The default is `"cond"` on CPU and `"select"` on
+    GPU and TPU, where compiled programs may copy the results of a conditional.
 
-    *Replicas.* If replicas decided independently, their parameters would diverge, and a
-    collective inside `inner` would deadlock under `branch="cond"`. So along
-    `axis_name`, all replicas skip a step if the gradients on one of them are not
+    Replicas must decide together, along `axis_name`. If they decided independently,
+    their parameters would diverge, and a collective inside `inner` would deadlock under
+    `branch="cond"`. All of them skip a step if the gradients on one of them are not
     finite, and a skip rule uses the largest of their norms and the mean of their
     losses. The wrapper does not reduce the gradients themselves. Reduce them before the
     step:
@@ -287,14 +285,14 @@ def with_loss_scale(
           such as spikes of the gradient norm. A step that the rule rejects leaves the
           loss scale as it was. The rule receives the global norm of the unscaled
           gradients that `mask` keeps, and the loss if the step is given one as `value`.
-          If finite gradients have a norm of 2**64 or more, which is infinite in
+          If finite gradients have a norm of 2**64 or more, whose square is infinite in
           float32, the step is also skipped and leaves the loss scale as it was, but
           does not count as skipped by the rule.
 
-          MaxText and Levanter pass the loss under the name `loss`. So with a rule, a
-          step that is given a `loss` and no `value` reads the `loss` as `value`, and
-          `inner` receives it under both names. Without a rule, `inner` receives it only
-          as `loss`.
+          MaxText and Levanter pass the loss under the name `loss`. With a rule, a step
+          that is given a `loss` and no `value` therefore reads the `loss` as `value`,
+          and `inner` receives it under both names. Without a rule, `inner` receives it
+          only as `loss`.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is ignored, and with a fixed loss scale or none *nothing is checked*, so
           an overflow writes NaN into the parameters.

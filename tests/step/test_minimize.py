@@ -56,6 +56,15 @@ def test_a_keyword_that_is_an_option_has_to_be_bound(name):
     assert TX.minimize(own, STATE, PARAMS, 2.0)[0] == 20
 
 
+@pytest.mark.parametrize("name", ["has_aux", "grad_dtype", "extra_args"])
+def test_a_function_may_collect_arguments_under_the_name_of_an_option(name):
+    by_keyword = eval(f"lambda p, **{name}: loss_fn(p, **{name})", globals())
+    assert TX.minimize(by_keyword, STATE, PARAMS, x=2.0)[0] == 20
+    by_position = eval(f"lambda p, *{name}: loss_fn(p, *{name})", globals())
+    assert TX.minimize(by_position, STATE, PARAMS)[0] == 5
+    assert TX.minimize(by_position, STATE, PARAMS, 2.0)[0] == 20
+
+
 @pytest.mark.parametrize("grad_dtype", [None, jnp.float16])
 def test_aux_comes_back_beside_the_loss(grad_dtype):
     with_aux = lambda p, x: (loss_fn(p, x).astype(jnp.float32), {"x": x})
