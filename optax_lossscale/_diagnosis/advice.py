@@ -145,7 +145,7 @@ def _wrong_gradient(report: Diagnosis, wrong: Wrong) -> str:
     )
     if report.scale_that_fits is None:
         return what
-    return f"{what}, even at the loss scale that fits best"
+    return f"{what}, even at a loss scale of {scale_name(report.scale)}"
 
 
 def _dtypes(report: Diagnosis) -> str:
@@ -382,7 +382,7 @@ def _about_scale(report: Diagnosis) -> _Remarks:
     are_still_lost = any(group.left > TOLERANCE for group in groups)
     if are_still_lost and report.overflow:
         yield (
-            f"No single loss scale fits: at {scale_name(fits.scale)}, gradients are "
+            f"No single loss scale fits: at {scale_name(report.scale)}, gradients are "
             f"still lost to underflow, and from {scale_name(2 * fits.largest)} on, "
             "others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=report.overflow.line),
