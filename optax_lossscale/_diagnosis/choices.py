@@ -3,8 +3,8 @@
 A choice is an integer or boolean that depends on floats, such as an index, a mask or
 the condition of a loop. In float16, `argmax([1.0, 1.0001])` is 0, because both elements
 are rounded to 1. In float32 it is 1. If the program looks up a row by this index, the
-float32 reference must look up the same row, or the two could not be compared. So it
-takes two runs to see what choices change:
+float32 reference must look up the same row, because otherwise the two could not be
+compared. It therefore takes two runs to see what choices change:
 
 - In the run of the program as it is, the float32 reference follows the program's
   choices. The note of a choice records in which share of its elements float32 would
@@ -34,12 +34,12 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
         follow the program's choices.
 
     Returns:
-      The errors of results by name: only of those in `right`, and only errors above 5%.
+      The errors above 5% of results in `right`, by name.
     """
-    any_differ = any(note.differing for note in runs.fitting.notes)
+    any_differ = any(note.differing for note in runs.judged.notes)
     if runs.in_float32 is None or not any_differ:
         return {}
-    as_written = runs.fitting.results
+    as_written = runs.judged.results
     errors = {}
     for name, value in runs.in_float32.results.items():
         actual = as_written[name].pair.actual
