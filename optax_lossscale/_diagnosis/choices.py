@@ -54,7 +54,7 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """Lists choices that float32 would make differently, the worst choice of each line.
 
     A few such choices do no harm: whether a ReLU passes an element that is 0 up to
-    rounding hardly matters. So a mask is listed only if more than a fifth of it
+    rounding hardly matters. A mask is therefore listed only if more than a fifth of it
     differs, and any other choice only if more than 5% of it does. But if choices change
     the loss by more than 5%, or a gradient by more than a fifth, every choice that
     differs is listed. If the loss is not finite, none is listed, because a comparison

@@ -50,8 +50,8 @@ class _ShardMap(NamedTuple):
         return jax.P(self.axes)
 
     def over_shards(
-        self, function: Callable, in_specs: jax.P, out_specs: jax.P
-    ) -> Callable:
+        self, function: Callable[..., Any], in_specs: jax.P, out_specs: jax.P
+    ) -> Callable[..., Any]:
         """Lifts a function of one device's arrays to arrays sharded by specs."""
         mapped = jax.shard_map(
             function,
@@ -71,7 +71,7 @@ class _ShardMap(NamedTuple):
 
         return resharded
 
-    def over_stacks(self, function: Callable) -> Callable:
+    def over_stacks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Lifts a function of one device's arrays to stacks over these devices."""
 
         def on_one_device(*stacks_of_one):
@@ -97,7 +97,7 @@ class Devices(NamedTuple):
         inner = _ShardMap(eqn.params["mesh"], tuple(mapped_axes(eqn)))
         return Devices((*self.maps, inner))
 
-    def over_stacks(self, function: Callable) -> Callable:
+    def over_stacks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Lifts a function of one device's arrays to stacks over all `maps`."""
         for shard_map in reversed(self.maps):
             function = shard_map.over_stacks(function)
@@ -124,7 +124,12 @@ class Devices(NamedTuple):
         sizes = [shard_map.size for shard_map in self.maps]
         return jnp.broadcast_to(x, (*sizes, *x.shape))
 
-    def _on_each(self, function: Callable, in_spec: jax.P, out_spec: jax.P) -> Callable:
+    def _on_each(
+        self,
+        function: Callable[[jax.Array], jax.Array],
+        in_spec: jax.P,
+        out_spec: jax.P,
+    ) -> Callable[[Array], jax.Array]:
         """Lifts a function of one device's array to the innermost `shard_map`."""
         *outer, inner = self.maps
         mapped = inner.over_shards(function, in_spec, out_spec)

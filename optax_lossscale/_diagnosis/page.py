@@ -69,9 +69,9 @@ class Diagnosis:
         whose terms cancel is instead compared with how much it changes with the
         parameters. For a gradient that is not in proportion to the loss scale, it is
         the deviation from that proportion. Constant gradients and results that are not
-        finite in float32 are left out. So are results that are not judged: differences
-        of two equal values, and results that float32 does not determine, because it
-        differs from float64 as well, such as the gradient of a bias before a
+        finite in float32 are left out, and so are results that are not judged:
+        differences of two equal values, and results that float32 does not determine,
+        because it differs from float64 as well, such as the gradient of a bias before a
         normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches. Only errors above 5% are

@@ -41,7 +41,7 @@ from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.values import Array
 
-# How many scales to try if the backward pass is not linear, a heuristic.
+# How many scales to try if the backward pass is not linear. A heuristic.
 _TRIES = 6
 
 # After a scale that overflows, the next scale to try is this many bits smaller, because

@@ -268,8 +268,8 @@ def _is_zero_or_subnormal(value: Value) -> np.ndarray:
 def _needed_bits(magnitudes: np.ndarray) -> int:
     """Returns the `Underflow.bits` of elements with these magnitudes."""
     normal = np.float32(least_normal(np.float16))
-    # A magnitude is `normal` times 2**exponent, times a factor from 0.5 to 1. So it is
-    # in the normal range if the exponent is 1 or more. Otherwise, a scale of
+    # A magnitude is `normal` times 2**exponent, times a factor from 0.5 to 1. It is in
+    # the normal range if the exponent is 1 or more; otherwise, a scale of
     # 2**(1 - exponent) brings it there.
     _, exponents = np.frexp(magnitudes / normal)
     bits = np.quantile(1 - exponents, 1 - _NOTABLE, method="inverted_cdf")

@@ -1,4 +1,4 @@
-"""Runs a program on pairs of values and references, and makes a note of each result.
+"""Runs a program on pairs of values and references; makes a note of each result.
 
 Running a program beside a copy of itself in wider floats is known as shadow execution.
 The forward pass runs once, and the backward pass once for each loss scale, the *seed*
@@ -86,12 +86,12 @@ def run_to_seed(
 
 
 class Shadow(NamedTuple):
-    """A program that has run up to its seed. A call runs the rest for one seed.
+    """A program that has run up to its seed; a call runs the rest for one seed.
 
     Attributes:
       remaining: the program without the pieces that have run.
       env: the values that the remaining pieces may read.
-      runner: runs the remaining pieces, and holds the notes of those that have run.
+      runner: runs the remaining pieces and holds the notes of those that have run.
     """
 
     remaining: Program
@@ -109,7 +109,7 @@ class Shadow(NamedTuple):
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
-    """Pairs an argument with itself, and makes its note, which has no operands."""
+    """Pairs an argument with itself and makes its note, which has no operands."""
     array = argument.array
     pair = pair_of(array, widths)
     figures = pair.figures if is_inexact(array) else Figures(array.size)
@@ -134,7 +134,7 @@ class _Progress:
 
 @dataclasses.dataclass(frozen=True)
 class _Runner:
-    """Runs programs on pairs, and appends the note of each result to `notes`.
+    """Runs programs on pairs and appends the note of each result to `notes`.
 
     The programs in a loop or `shard_map` run in a copy of the runner with other
     `iterations` or `devices`. The copy shares its other fields with the original, so
