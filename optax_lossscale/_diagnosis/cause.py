@@ -33,7 +33,8 @@ from optax_lossscale._programs.values import is_narrow_dtype
 # Below this fraction, a sum or a term counts as small: a sum cancels if it is smaller
 # than this fraction of `size_of_sum`, and a term that is smaller than this fraction of
 # the largest term hardly contributes. A heuristic: a larger value flags sums whose
-# terms merely have random signs, a smaller one misses sums in which a few bits cancel.
+# terms merely have random signs, and a smaller one misses sums in which only a few bits
+# cancel.
 _SMALL = 0.2
 
 

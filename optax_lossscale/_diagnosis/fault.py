@@ -37,8 +37,8 @@ _ROUNDING = 2.0**-8
 
 # How often the path must pass through an equation in a loop for it to be at fault. This
 # is for errors that grow too little in one iteration to jump. A heuristic: a smaller
-# value may blame an equation although others contribute as much, and with a larger one,
-# more loops have too few iterations for it.
+# value may blame an equation although others contribute as much, and a larger one
+# blames none in a loop with fewer iterations.
 _MANY_ITERATIONS = 8
 
 
