@@ -11,7 +11,7 @@ compared. It therefore takes two runs to see what choices change:
   choose differently.
 - In the run in float32, the program makes the choices of float32.
 
-If a result agrees with its reference in the first run, but not with the second run, it
+If a result agrees with its reference in the first run but not with the second run, it
 is off because of choices.
 """
 

@@ -50,7 +50,7 @@ def diagnose(
     when the loss scale collapses, the loss is NaN, or gradients vanish or look wrong.
     Then pass the parameters and the batch of a step at which it happens, because others
     may behave differently. A skipped step leaves the parameters as they were, so you
-    can still diagnose it afterwards if you have kept its batch.
+    can still diagnose it afterward if you have kept its batch.
 
     The report says whether the loss, the gradients and the intermediate values are
     right. Where they are wrong, it names the line and the layer and says what to do. It

@@ -1,4 +1,4 @@
-"""Paths through the graph of notes, from a result back towards the arguments.
+"""Paths through the graph of notes, from a result back toward the arguments.
 
 A note holds the notes of its operands. `path_from` goes from a note to that of one
 operand, such as the operand that is off the most, from there to one of its operands,

@@ -92,7 +92,7 @@ class Underflow(NamedTuple):
 
     The shares are those of the elements that some loss scale can keep: those that are,
     in float32, larger than 2**-40 times the largest element of the same gradient. An
-    element that is 0 because its terms cancelled does not count as lost.
+    element that is 0 because its terms canceled does not count as lost.
 
     Attributes:
       lost: the share that is zero, or subnormal in float16, at a loss scale of 1.
@@ -222,10 +222,10 @@ def _gradient_magnitudes(at_1: Value, judged: Value) -> _GradientMagnitudes:
     can_be_kept = magnitudes > magnitudes.max(initial=0) * _REACH
     has_vanished = _is_zero_or_subnormal(judged)
     # An element that is 0 in the judged run, although in float32 it is large enough for
-    # a normal float16, did not underflow. Its terms have cancelled.
+    # a normal float16, did not underflow. Its terms have canceled.
     is_normal = _flat_magnitudes(judged.pair.reference) >= least_normal(np.float16)
-    has_cancelled = has_vanished & is_normal
-    are_lost = _is_zero_or_subnormal(at_1) & ~has_cancelled
+    has_canceled = has_vanished & is_normal
+    are_lost = _is_zero_or_subnormal(at_1) & ~has_canceled
     are_left = has_vanished & ~is_normal
     return _GradientMagnitudes(
         magnitudes[can_be_kept],
