@@ -185,7 +185,8 @@ def underflow_by_group(
 
     Returns:
       The underflow of each group that loses more than 1% in either run, by its name,
-      with the group of all parameters first, and then those that lose most.
+      with the group of all parameters first and the others sorted, those that lose
+      most first.
     """
     groups: dict[str, list[_GradientMagnitudes]] = defaultdict(list)
     for name, value in at_1.items():
