@@ -6,7 +6,7 @@
 `diagnose` traces the loss and its gradient as one program. It runs this program on
 *pairs*: each value as the program computes it, beside its *reference*, the same value
 in float32. For each result, it makes a *note*, which records the error and magnitude of
-the result, and holds the notes of the operands. For `1 / (a - b)` in float16, where `a`
+the result and holds the notes of the operands. For `1 / (a - b)` in float16, where `a`
 is 0.1 and `b` is 0.0999, the notes say
 
     a            off by  0.0%
@@ -18,18 +18,18 @@ Followed back from the wrong quotient to its operands, the notes lead to the dif
 This is where the error arises, so the difference is *at fault*. The magnitudes in the
 notes of the backward pass show which loss scale fits.
 
-Float32 has rounding errors, too. So if a result is off, or if float32 would choose
-another index or branch, the program also runs in float32 beside float64. In this second
-run, the program makes the choices of float32, so the run also shows what choices
-change. Float32 *determines* a result if float32 and float64 agree on it, or if they are
-far less apart than 16 bits and float32 are. A result that float32 does not determine is
-not judged, because 16 bits may not be to blame for its error.
+Because float32 has rounding errors, too, the program runs once more if a result may be
+wrong, or if float32 would choose another index or branch: in float32, beside float64.
+There it makes the choices of float32, and so shows which results these choices change.
+It also shows which results float32 *determines*: those on which float32 and float64
+agree, or differ far less than 16 bits and float32 do. A result that float32 does not
+determine is not judged, because 16 bits may not be to blame for its error.
 
 An equation that only moves the elements of its operand, such as a transpose, makes no
 note: its result shares the note of the operand. A slice is an exception, because it may
-lack the largest elements of its operand. The rows into which a loop slices an array,
-and the arrays that a loop stacks, have notes of their own as well, but these notes are
-not in the table of a report.
+lack the largest elements of its operand. The rows into which a loop slices an array and
+the arrays that a loop stacks have notes of their own as well, but these notes are not
+in the table of a report.
 
 These words are used in many files:
 
@@ -38,11 +38,12 @@ These words are used in many files:
   program as it is, and in float64 beside the program in float32.
 - A result is *off* by 5% if its difference from its reference is 5% of the reference.
   Without a number, *off* means by more than 5%.
-- An element is *lost* if it is 0 although its reference is not.
+- An element is *lost* if it is 0 although its reference is not. In the counts of
+  `Underflow`, an element that is subnormal in float16 is lost as well.
 - The *seed* of the backward pass is the cotangent of the loss, which is the loss scale.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
   or the condition of a loop. The reference *follows* the choices of the value with
-  which it is compared: it reads the same rows, and takes the same branch.
+  which it is compared: it reads the same rows and takes the same branch.
 - The *origin* of a value is the equation that computed it, with its source line and
   scope, or else an argument. All iterations of a loop have the same origins, but notes
   of their own.
@@ -59,9 +60,9 @@ which explains equations:
 - `wide`, `program`, `pairs`: one equation in wider floats; a program cut into pieces; a
   piece computed on pairs.
 - `value`, `loops`, `devices`, `shadow`: a whole program run on pairs, with notes.
-- `gradient`, `paths`, `scale`, `run`: the gradient, run at scale 1 and at the scale
-  that fits.
+- `gradient`, `paths`, `scale`, `run`: the gradient, run at a loss scale of 1 and at
+  others until one fits.
 - `fault`, `cause`, `wrong`: the equation at fault, what it does, and what is wrong.
-- `table`, `choices`: a row for each equation, and what float32 decides differently.
+- `table`, `choices`: a row for each result, and what float32 decides differently.
 - `page`, `advice`, `axes`, `picture`, `diagnose`: the report and its picture.
 """

@@ -1,6 +1,6 @@
 """The verdict on a model, and the advice for it.
 
-Each generator `_about_...` looks at one part of the report, and yields remarks. A
+Each generator `_about_...` looks at one part of the report and yields remarks. A
 remark is a pair of texts: a sentence that can be the verdict, and a *remedy*, which
 says what to do. For a model whose gradients are all 0, these are
 
@@ -8,8 +8,8 @@ says what to do. For a model whose gradients are all 0, these are
     "Look for what makes the gradients 0, such as a ReLU that is 0 for every input."
 
 The generators run in order of importance. The sentence of the first remark is the
-verdict, and the remedies of all remarks are the advice. So to add a piece of advice,
-write one more generator, and give it a place in `verdict_and_advice`.
+verdict, and the remedies of all remarks are the advice. To add a piece of advice, write
+one more generator and give it a place in `verdict_and_advice`.
 """
 
 import math
@@ -34,8 +34,7 @@ from optax_lossscale._scales.dynamic import DynamicLossScale
 _DEFAULT_EXPONENT = round(math.log2(DynamicLossScale.initial_scale))
 
 # How many bits below an initial scale the advised `min_scale` is. A heuristic: the
-# default scale can fall about as far, by 15 bits from its initial value to its floor
-# of 1.
+# default scale can fall about as far, by 15 bits to its floor of 1.
 _ROOM_TO_FALL = 16
 
 _NOTHING_NARROW = "Nothing is computed in 16 bits, and autocast would not change that."
@@ -47,7 +46,7 @@ _Remarks = Iterator[tuple[str, str]]
 def verdict_and_advice(
     report: Diagnosis, widened: Sequence[Operation], why_wide: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """Writes the verdict, and the list of remedies.
+    """Writes the verdict and the list of remedies.
 
     Args:
       report: what the runs show.
@@ -92,7 +91,7 @@ def _about_what_is_wrong(report: Diagnosis) -> _Remarks:
 
 
 def _what_is_wrong(report: Diagnosis, wrong: Wrong) -> str:
-    """Writes the first half of a verdict, which says what is wrong, but not why."""
+    """Writes the first half of a verdict, which says what is wrong but not why."""
     is_loss = wrong.name == THE_LOSS
     if wrong.is_in_float32:
         what = THE_LOSS if is_loss else f"the gradient of {wrong.name}"
@@ -105,7 +104,7 @@ def _what_is_wrong(report: Diagnosis, wrong: Wrong) -> str:
 
 
 def _wrong_loss(report: Diagnosis) -> str:
-    """Writes what the loss is, and what float32's is, if that is finite."""
+    """Writes what the loss is and, if it is finite, what float32's is."""
     loss = f"The loss is {report.loss:.4g} at any loss scale"
     if not math.isfinite(report.loss_in_float32):  # such as after a kernel
         return loss
@@ -145,7 +144,7 @@ def _wrong_gradient(report: Diagnosis, wrong: Wrong) -> str:
     )
     if report.scale_that_fits is None:
         return what
-    return f"{what}, even at the loss scale that fits best"
+    return f"{what}, even at a loss scale of {scale_name(report.scale)}"
 
 
 def _dtypes(report: Diagnosis) -> str:
@@ -191,8 +190,8 @@ _REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
     ),
     How.IS_A_KERNEL: "Pass float32 to {line}, or test it by itself.",
     How.IS_NOT_LINEAR: (
-        "Clip or normalize gradients in the optimizer, where they are unscaled, instead "
-        "of in the backward pass at {source}."
+        "Clip or normalize gradients in the optimizer, where they are unscaled, "
+        "instead of in the backward pass at {source}."
     ),
     How.ADDS_UP: "Compute more in float32, because no single line is at fault.",
 }
@@ -360,7 +359,7 @@ def _about_loss_dtype(report: Diagnosis) -> _Remarks:
 
 
 def _about_autocast(why_wide: Sequence[str]) -> _Remarks:
-    """Yields a remark if `autocast` finds products, but has reasons to narrow none."""
+    """Yields a remark if `autocast` finds products but has reasons to narrow none."""
     if why_wide:
         yield (
             _NOTHING_NARROW,
@@ -382,7 +381,7 @@ def _about_scale(report: Diagnosis) -> _Remarks:
     are_still_lost = any(group.left > TOLERANCE for group in groups)
     if are_still_lost and report.overflow:
         yield (
-            f"No single loss scale fits: at {scale_name(fits.scale)}, gradients are "
+            f"No single loss scale fits: at {scale_name(report.scale)}, gradients are "
             f"still lost to underflow, and from {scale_name(2 * fits.largest)} on, "
             "others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=report.overflow.line),
@@ -450,7 +449,7 @@ def _without_a_scale(report: Diagnosis, scale: str) -> str:
 
 
 def _wrap(report: Diagnosis, fits: InitialScale, bits: int) -> str:
-    """Says to wrap the optimizer, and names a scale unless the default one fits.
+    """Says to wrap the optimizer; names a scale unless the default one fits.
 
     Args:
       report: what the runs show.

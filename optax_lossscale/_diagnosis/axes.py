@@ -1,6 +1,6 @@
 """The style that `Diagnosis.plot` and the functions of `ols.plot` share.
 
-Importing this file imports matplotlib, which is optional. So `Diagnosis.plot` imports
+Importing this file imports matplotlib, which is optional, so `Diagnosis.plot` imports
 this file only when it is called. Without matplotlib, an `ImportError` says how to
 install it.
 """

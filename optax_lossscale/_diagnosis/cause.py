@@ -30,11 +30,11 @@ from optax_lossscale._diagnosis.paths import path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
-# Below this fraction, a sum or a term counts as small. A sum cancels if it is smaller
-# than this fraction of `size_of_sum`. A term that is smaller than this fraction of the
-# largest term hardly contributes. The value is a heuristic: if it were larger, sums
-# whose terms only have random signs would often count as cancelling. If it were
-# smaller, sums in which a few bits cancel would not.
+# Below this fraction, a sum or a term counts as small: a sum cancels if it is smaller
+# than this fraction of `size_of_sum`, and a term that is smaller than this fraction of
+# the largest term hardly contributes. A heuristic: a larger value flags sums whose
+# terms merely have random signs, and a smaller one misses sums in which only a few bits
+# cancel.
 _SMALL = 0.2
 
 
@@ -42,8 +42,8 @@ class How(enum.StrEnum):
     """What goes wrong in the equation at fault.
 
     The value of each member is what `Wrong.how` holds, such as "overflows". A report
-    prints it as the predicate of a sentence, as in "exp at model.py:12 (f) overflows",
-    some of them with more words (see `predicate`).
+    says it as a sentence, as in "exp at model.py:12 (f) overflows", with more words
+    where `predicate` has them. `ADDS_UP` has a sentence of its own in `Wrong.because`.
 
     Attributes:
       OVERFLOWS: its result, or a partial sum of it, is above the range of its dtype.
@@ -81,7 +81,7 @@ class How(enum.StrEnum):
         return _PREDICATES.get(self, self.value)
 
 
-# What a report prints where it says more than the value
+# What a report prints where it says more than the value.
 _PREDICATES = {
     How.ROUNDS: "rounds too coarsely",
     How.AMPLIFIES: "amplifies rounding errors",
@@ -140,7 +140,7 @@ def cause_of(note: Note) -> Cause:
         if fault.has_any(Trait.ADDS_TWO):  # a sum of two is 0 only if they cancel
             how = How.CANCELS
     computed = _where_computed(fault)
-    # `computed` comes first, as `back_from` begins with the last note of its list.
+    # `back_from` begins with the last note of its list, and `computed` comes first.
     for earlier in back_from([*computed.reads, computed], _operands_at_limit):
         if _saturates(earlier):
             return Cause(How.SATURATES, earlier)
@@ -172,15 +172,15 @@ def cause_in_float32(note: Note) -> Cause:
     If this equation is a kernel, its result may be finite in float32 after all. The
     reference does not show this, because the kernel computes it in 16 bits as well.
     """
-    first = path_from(note, _operand_not_finite)[-1]
+    first = path_from(note, _operand_to_blame)[-1]
     if first.stays_narrow:
         return Cause(How.IS_A_KERNEL, first)
     how = How.IS_UNDEFINED if first.is_reference_nan else How.OVERFLOWS
     return Cause(how, first, is_in_float32=True)
 
 
-def _operand_not_finite(note: Note) -> Note | None:
-    """Returns the operand that makes a result not finite in float32, if one does.
+def _operand_to_blame(note: Note) -> Note | None:
+    """Returns the operand to go back to from a result that is not finite in float32.
 
     An infinity in a mask is there on purpose, as in `where(mask, scores, -inf)`. If it
     turns into a NaN, the equation that reads it is at fault, not the mask.
@@ -292,7 +292,7 @@ def _where_computed(note: Note) -> Note:
     """Goes back from moved or chosen elements to the equation that computed them.
 
     The search follows the worst operand. It ends at a cast to 16 bits or fewer, which
-    rounds the elements, and so counts as computing them.
+    rounds the elements and so counts as computing them.
     """
     while note.has_any(Trait.MOVES | Trait.CHOOSES) or not note.is_computed:
         operand = worst_operand(note)

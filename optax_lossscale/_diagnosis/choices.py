@@ -3,15 +3,15 @@
 A choice is an integer or boolean that depends on floats, such as an index, a mask or
 the condition of a loop. In float16, `argmax([1.0, 1.0001])` is 0, because both elements
 are rounded to 1. In float32 it is 1. If the program looks up a row by this index, the
-float32 reference must look up the same row, or the two could not be compared. So it
-takes two runs to see what choices change:
+float32 reference must look up the same row, because otherwise the two could not be
+compared. It therefore takes two runs to see what choices change:
 
 - In the run of the program as it is, the float32 reference follows the program's
   choices. The note of a choice records in which share of its elements float32 would
   choose differently.
 - In the run in float32, the program makes the choices of float32.
 
-If a result agrees with its reference in the first run, but not with the second run, it
+If a result agrees with its reference in the first run but not with the second run, it
 is off because of choices.
 """
 
@@ -34,12 +34,12 @@ def off_by_choices(runs: Runs, right: Container[str]) -> dict[str, float]:
         follow the program's choices.
 
     Returns:
-      The errors of results by name: only of those in `right`, and only errors above 5%.
+      The errors above 5% of results in `right`, by name.
     """
-    any_differ = any(note.differing for note in runs.fitting.notes)
+    any_differ = any(note.differing for note in runs.judged.notes)
     if runs.in_float32 is None or not any_differ:
         return {}
-    as_written = runs.fitting.results
+    as_written = runs.judged.results
     errors = {}
     for name, value in runs.in_float32.results.items():
         actual = as_written[name].pair.actual
@@ -54,7 +54,7 @@ def choices_of(run: Run, off: Mapping[str, float]) -> list[Note]:
     """Lists choices that float32 would make differently, the worst choice of each line.
 
     A few such choices do no harm: whether a ReLU passes an element that is 0 up to
-    rounding hardly matters. So a mask is listed only if more than a fifth of it
+    rounding hardly matters. A mask is therefore listed only if more than a fifth of it
     differs, and any other choice only if more than 5% of it does. But if choices change
     the loss by more than 5%, or a gradient by more than a fifth, every choice that
     differs is listed. If the loss is not finite, none is listed, because a comparison

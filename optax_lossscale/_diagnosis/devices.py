@@ -6,10 +6,12 @@ each device has its own array. A stack joins these arrays into one array outside
 (4, 3), whose first axis is divided among the devices. A second `shard_map` inside the
 first, over a mesh axis of size 2, adds an axis: (4, 2, 3).
 
-Three methods return functions, which the caller compiles: that of `Devices.enter`
-converts an operand of a `shard_map` to a stack, that of `Devices.over_stacks` applies a
-function of one device's arrays to stacks, and that of `Devices.exit` converts the stack
-of a result back.
+Three methods return functions, which the caller compiles:
+
+- `Devices.to_stack`: from an operand of the innermost `shard_map` to its stack.
+- `Devices.over_stacks`: from stacks to stacks, given a function of one device's arrays.
+- `Devices.from_stack`: from the stack of a result of the innermost `shard_map` to the
+  result.
 """
 
 import math
@@ -48,9 +50,9 @@ class _ShardMap(NamedTuple):
         return jax.P(self.axes)
 
     def over_shards(
-        self, function: Callable, in_specs: jax.P, out_specs: jax.P
-    ) -> Callable:
-        """Makes a function of one device's arrays apply to arrays sharded by specs."""
+        self, function: Callable[..., Any], in_specs: jax.P, out_specs: jax.P
+    ) -> Callable[..., Any]:
+        """Lifts a function of one device's arrays to arrays sharded by specs."""
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -69,8 +71,8 @@ class _ShardMap(NamedTuple):
 
         return resharded
 
-    def over_stacks(self, function: Callable) -> Callable:
-        """Makes a function of one device's arrays apply to stacks over the devices."""
+    def over_stacks(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Lifts a function of one device's arrays to stacks over these devices."""
 
         def on_one_device(*stacks_of_one):
             args = jax.tree.map(_only_row, stacks_of_one)
@@ -95,18 +97,24 @@ class Devices(NamedTuple):
         inner = _ShardMap(eqn.params["mesh"], tuple(mapped_axes(eqn)))
         return Devices((*self.maps, inner))
 
-    def over_stacks(self, function: Callable) -> Callable:
-        """Makes a function of one device's arrays apply to stacks over all `maps`."""
+    def over_stacks(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Lifts a function of one device's arrays to stacks over all `maps`."""
         for shard_map in reversed(self.maps):
             function = shard_map.over_stacks(function)
         return function
 
-    def enter(self, spec: jax.P) -> Callable:
-        """Makes the function from an operand of the last of `maps` to its stack."""
+    def to_stack(self, spec: jax.P) -> Callable[[Array], jax.Array]:
+        """Returns the function from an operand of the innermost `shard_map` to a stack.
+
+        The operand is sharded by `spec`.
+        """
         return self._on_each(_stack_of_one, spec, self.maps[-1].stack_spec)
 
-    def exit(self, spec: jax.P) -> Callable:
-        """Makes the function from the stack of a result of the last of `maps` to it."""
+    def from_stack(self, spec: jax.P) -> Callable[[Array], jax.Array]:
+        """Returns the function from a stack to a result of the innermost `shard_map`.
+
+        The result is sharded by `spec`.
+        """
         return self._on_each(_only_row, self.maps[-1].stack_spec, spec)
 
     def replicate(self, x: Array) -> Array:
@@ -116,8 +124,13 @@ class Devices(NamedTuple):
         sizes = [shard_map.size for shard_map in self.maps]
         return jnp.broadcast_to(x, (*sizes, *x.shape))
 
-    def _on_each(self, function: Callable, in_spec: jax.P, out_spec: jax.P) -> Callable:
-        """Makes a function run on each device of the last of `maps`."""
+    def _on_each(
+        self,
+        function: Callable[[jax.Array], jax.Array],
+        in_spec: jax.P,
+        out_spec: jax.P,
+    ) -> Callable[[Array], jax.Array]:
+        """Lifts a function of one device's array to the innermost `shard_map`."""
         *outer, inner = self.maps
         mapped = inner.over_shards(function, in_spec, out_spec)
         return Devices(tuple(outer)).over_stacks(mapped)

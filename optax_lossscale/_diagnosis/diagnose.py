@@ -1,6 +1,6 @@
 """`diagnose`: a full report on a model in 16 bits, from a loss function and a batch.
 
-The gradient is traced (in `gradient.py`) and run beside float32 (`run.py`). From these
+The gradient is traced (`gradient.py`) and run beside float32 (`run.py`). From these
 runs, this file fills in the report: what is off and why (`wrong.py`, `choices.py`),
 which loss scale fits (`scale.py`), and what to do (`advice.py`). The docstring of the
 package explains its words, such as *note* and *reference*.
@@ -48,17 +48,16 @@ def diagnose(
 
     Call it before you train a model in 16 bits. Call it also when training goes wrong:
     when the loss scale collapses, the loss is NaN, or gradients vanish or look wrong.
-    In this case, pass the parameters and the batch of a step at which it happens. A
-    skipped step leaves the parameters as they were, so you can still diagnose it
-    afterwards if you have kept its batch. Other parameters and batches may behave
-    differently.
+    Then pass the parameters and the batch of a step at which it happens, because others
+    may behave differently. A skipped step leaves the parameters as they were, so you
+    can still diagnose it afterward if you have kept its batch.
 
     The report says whether the loss, the gradients and the intermediate values are
-    right. Where they are wrong, it names the line and the layer, and says what to do.
-    It also says which loss scale fits, and how many gradients are lost to underflow.
-    For this, `diagnose` runs the gradient of the loss function, and computes every
-    value twice: as the program does, and in float32. The first run has a loss scale of
-    1. If gradients are in float16, another run has the scale that fits.
+    right. Where they are wrong, it names the line and the layer and says what to do. It
+    also says which loss scale fits, and how many gradients are lost to underflow. For
+    this, `diagnose` runs the gradient of the loss function and computes every value
+    twice: as the program does, and in float32. The first run has a loss scale of 1. If
+    the backward pass computes in float16, others look for a loss scale that fits.
 
     A loss function that computes in float32 is diagnosed as `autocast` runs it in
     float16. For bfloat16, pass `autocast(loss_fn, jnp.bfloat16)`. If `autocast` has
@@ -66,7 +65,7 @@ def diagnose(
 
     The values in float32 follow the choices of the program, such as indices and
     branches. If float32 would choose differently, or if anything is off, the gradient
-    is also run in float32 with its own choices, and compared with float64.
+    also runs in float32 with its own choices and is compared with float64.
 
     An error that was made before or during tracing is not found. For example, if the
     traced program holds a constant 0.999 that bfloat16 has rounded to 1, this constant
@@ -74,8 +73,8 @@ def diagnose(
 
     Call `diagnose` on the host, outside `jit`, with a loss function that names no axis
     of a surrounding `pmap` or `shard_map`. It compiles the gradient in many small
-    pieces, and compares their results on the host, so it takes far longer than a
-    training step. In a long run, it prints its progress to stderr, about every 10
+    pieces and compares their results on the host, so it takes far longer than a
+    training step. In a long run, it prints its progress to stderr about every 10
     seconds.
 
     Args:
@@ -160,7 +159,7 @@ def _collect(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
     """Collects what the runs of a gradient show, without a verdict and advice."""
-    run = runs.fitting
+    run = runs.judged
     loss_scale = _loss_scale_in(opt_state)
     dtypes = gradient.narrow_dtypes
     overflow = runs.fit.overflow
@@ -217,7 +216,7 @@ def _loss_in_float32(runs: Runs) -> float:
     It follows the program's choices. If it is not finite with these, the loss with
     float32's own choices is returned instead, if there was a run in float32.
     """
-    loss = runs.fitting.loss.pair.reference
+    loss = runs.judged.loss.pair.reference
     if runs.in_float32 and not np.isfinite(loss):
         loss = runs.in_float32.loss.pair.actual
     return float(loss)
@@ -226,7 +225,7 @@ def _loss_in_float32(runs: Runs) -> float:
 def _off_unscaled(runs: Runs, right: Container[str]) -> dict[str, float]:
     """Finds the gradients that need a loss scale, and how far they are off without one.
 
-    These are right at the scale that fits, and off by more than 5% at a scale of 1.
+    These are right in the judged run, and off by more than 5% at a scale of 1.
     """
     off = {}
     for name, value in runs.at_1.grads.items():

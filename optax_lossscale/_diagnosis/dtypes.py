@@ -102,9 +102,9 @@ class DtypeReport(NamedTuple):
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, inner products, products of many elements, exponentials, logarithms
-        and powers in 16 bits or fewer, in the same order. They may lose small terms, or
-        overflow, so see whether any of them should be in float32.
+      narrow: operations in 16 bits or fewer that may lose small terms or overflow, in
+        the same order: sums, inner products, products of many elements, exponentials,
+        logarithms and powers. See whether any of them should be in float32.
       opaque: operations that cannot be looked into: kernels, callbacks, foreign calls,
         and operations that this version does not know.
     """
@@ -151,12 +151,12 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     """Reports in which dtypes a function computes, by source line.
 
     Use it if a model in 16 bits is no faster than in float32. JAX promotes operands to
-    the widest dtype among them, and so do Flax's modules without a `dtype`. So after a
-    single float32 input, everything may be computed in float32, and the only sign of it
-    is the time that it takes. `autocast` avoids this. The report counts matrix products
-    and convolutions, and their multiplications, by the dtype of their operands. It also
-    lists where sums, exponentials, logarithms and powers are computed in 16 bits, which
-    have few digits and a small range.
+    the widest dtype among them, and so do Flax's modules without a `dtype`. After a
+    single float32 input, everything may therefore be computed in float32, and the only
+    sign of it is the time that it takes. `autocast` avoids this. The report counts
+    matrix products and convolutions, and their multiplications, by the dtype of their
+    operands. It also lists where sums, exponentials, logarithms and powers are computed
+    in 16 bits, where numbers have few digits or a small range.
 
     To include the backward pass, call it on the whole training step. It traces the
     function and all that it calls, but runs and compiles nothing, so shapes are
@@ -171,7 +171,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       **kwargs: its keyword arguments, likewise.
 
     Returns:
-      A `DtypeReport`: print it, or read its `products`, `shares`, `narrow` and
+      A `DtypeReport`. Print it, or read its `products`, `shares`, `narrow` and
       `opaque`.
 
     Raises:

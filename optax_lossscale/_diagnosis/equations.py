@@ -33,7 +33,7 @@ def equations(program: Jaxpr | ClosedJaxpr) -> tuple[JaxprEqn, ...]:
 def is_one_to_one(eqn: JaxprEqn) -> bool:
     """Whether each result depends only on the operand in the same position.
 
-    This is true for an `optimization_barrier` or a `psum` of several arrays. There, the
+    This is true for an `optimization_barrier` or a `psum` of several arrays, where the
     error of one array says nothing about the others.
     """
     moves_or_sends = bool(traits(eqn) & (Trait.MOVES | Trait.SENDS))

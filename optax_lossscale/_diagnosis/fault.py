@@ -4,7 +4,7 @@ Take `1 / (a - b)` in float16, where `a` is 0.1 and `b` is 0.0999. The quotient 
 by 64%, but its operand is already off by 39%. The operands of the difference are off by
 less than 0.1%: the error jumps there, so the difference is at fault.
 
-Each result has a *note*, which records how far it is off, and holds the notes of its
+Each result has a *note*, which records how far it is off and holds the notes of its
 operands (see `notes.py`). From the note of a wrong result, `at_fault` goes back to the
 operand that is off the most, from there to its worst operand, and so on, as long as
 this operand is off by more than one rounding to bfloat16. In the example, this path is
@@ -13,7 +13,8 @@ the quotient and the difference.
 The search then starts at the earliest value on the path that is off by more than 5%. If
 this value is not finite, its equation is at fault. Otherwise, of this equation and the
 earlier ones on the path, the one in which the error grows most is at fault, if the
-error grows by a factor of 3 or more.
+error grows by a factor of 3 or more. If it grows by less, an equation in a loop may be
+at fault, in which it grows a little in each of many iterations.
 """
 
 from collections import Counter
@@ -25,20 +26,19 @@ from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
-# The least factor by which the error grows in an equation that is at fault, a
-# heuristic. It must be above 2: a correct product is off by about the sum of its
-# operands' errors, so by up to twice as much as the worse operand. If the factor were
-# larger, more faults would be reported as rounding that adds up over many lines.
+# The least factor by which the error grows in an equation that is at fault. It must be
+# above 2: a correct product is off by about the sum of its operands' errors, so by up
+# to twice as much as the worse operand. A heuristic: with a larger factor, more faults
+# are reported as rounding that adds up over many lines.
 _JUMP = 3.0
 
 # The largest relative error of one rounding to bfloat16, with 8 significant bits.
 _ROUNDING = 2.0**-8
 
 # How often the path must pass through an equation in a loop for it to be at fault. This
-# is for errors that grow too little in one iteration to jump. The value is a heuristic:
-# if it were smaller, an equation could be blamed although others contribute as much. If
-# it were larger, more loops would have too few iterations for an equation in them to be
-# blamed.
+# is for errors that grow too little in one iteration to jump. A heuristic: a smaller
+# value may blame an equation although others contribute as much, and a larger one
+# blames none in a loop with fewer iterations.
 _MANY_ITERATIONS = 8
 
 

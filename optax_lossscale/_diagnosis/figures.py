@@ -19,10 +19,10 @@ from jax.typing import ArrayLike
 TOLERANCE = 0.05
 """The largest relative error of a result that still counts as right.
 
-A heuristic: it is about 13 times the largest error of one rounding to bfloat16, which
-is 2**-8 or 0.4%, and 100 times the largest error of one rounding to float16, which is
-2**-11 or 0.05%. If it were smaller, results would count as wrong although their error
-is only the sum of such roundings. If it were larger, more faults would go unnoticed.
+It is about 13 times the largest error of one rounding to bfloat16, which is 2**-8 or
+0.4%, and 100 times the largest error of one rounding to float16, which is 2**-11 or
+0.05%. A heuristic: a smaller value counts results as wrong although their error is only
+the sum of such roundings, and a larger one lets more faults go unnoticed.
 """
 
 LARGE_SHARE = 0.2
@@ -30,12 +30,12 @@ LARGE_SHARE = 0.2
 
 A heuristic: in a healthy model, a few elements may be off because they are small, and a
 few choices may differ because of ties. The larger this value, the more of an array can
-be at fault unnoticed.
+be wrong unnoticed.
 """
 
 # The least magnitude with which the error of an element is compared, relative to the
 # mean magnitude. Without it, an element near 0 would count as off because of an error
-# that is small beside the other elements. The value is a heuristic.
+# that is small beside the other elements. A heuristic.
 _FRACTION_OF_MEAN = 0.25
 
 
@@ -59,7 +59,7 @@ class Figures:
         and differs from its reference by more than 5% of the reference, or of a quarter
         of the mean magnitude, whichever is larger. Unlike in `error`, small elements
         count as much as large ones. But a finite mask, such as -3e4, raises the mean
-        magnitude, and so can hide other errors.
+        magnitude and so can hide other errors.
       bad: whether an element is not finite where the reference is finite.
       nan: whether an element is NaN where the reference is finite.
       is_reference_finite: whether every element of the reference is finite.
@@ -149,8 +149,8 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
     """Compares two flat arrays, at least one of which is not finite everywhere.
 
     Where the reference is not finite, both are set to 0. Where only the result is not
-    finite, it is set to the reference, and `bad` reports it. So all other measurements
-    are those of the finite elements.
+    finite, it is set to the reference, and `bad` reports it. All other measurements are
+    therefore those of the finite elements.
     """
     is_finite = np.isfinite(reference)
     is_bad = is_finite & ~np.isfinite(actual)
@@ -176,8 +176,9 @@ def _figures_if_not_finite(actual: np.ndarray, reference: np.ndarray) -> Figures
 def _norm(x: np.ndarray) -> float:
     """Computes the Euclidean norm, in float64 if squares leave the range of float32.
 
-    Squares below 2**-126 lose digits in float32. In a sum above 2**-100, each of them
-    is less than 2**-26 of the sum, so they do not matter.
+    Float32 rounds squares below 2**-126 to multiples of 2**-149. In a sum above
+    2**-100, each of these rounding errors is below 2**-49 of the sum, so not even 2**36
+    of them together matter.
     """
     total = float(x @ x)
     if not 2.0**-100 < total < math.inf:

@@ -3,7 +3,7 @@
 For `loss_fn(w, x)`, the program maps `(w, x, seed)` to the loss and `seed` times the
 gradient with respect to `w`. The *seed* is the cotangent of the loss, and so the loss
 scale. Because the seed is an argument, one program runs at every scale. Its forward
-pass does not depend on the seed, and runs only once.
+pass does not depend on the seed, so it runs only once.
 
 The arguments of the program are the arrays among the parameters, arguments and keyword
 arguments of the loss function, and then the seed. The results are the loss, the scaled
@@ -44,7 +44,7 @@ class Gradient(NamedTuple):
 
     Attributes:
       jaxpr: the program.
-      forward: the equations of `jaxpr` that do not depend on the seed.
+      forward: the part of `jaxpr` that does not depend on the seed.
       arguments: all arguments except the seed.
       narrow_dtypes: the dtypes of 16 bits or fewer among the results of all equations.
     """
@@ -122,7 +122,8 @@ def _gradient_function(
             params, args, kwargs = _with_arrays(inputs, replaced)
             returned = loss_fn(params, *args, **kwargs)
             loss, aux = _loss_and_aux(returned, has_aux)
-            # As in a training step, the loss scale is the cotangent of a wide loss.
+            # As in a training step, the loss is widened first, so that the loss scale,
+            # its cotangent, is not rounded to 16 bits.
             return at_least_float32(loss), (loss, aux)
 
         parameters = [arrays[n] for n in positions]

@@ -4,11 +4,11 @@ Each iteration makes its own notes, so the notes show in which iteration values 
 wrong. Which branch runs, and when a loop ends, depends on the values that the program
 computes, not on their references.
 
-The examples of a `while` under `vmap` may need different numbers of iterations. So may
-the devices of a `shard_map`, which may also take different branches. The body or branch
-then runs on the whole array, but its results are kept only for the *active* examples or
-devices: those whose loop continues, or that take this branch. If a loop halves `x`
-while `x > 1`, an iteration for three examples is
+The examples of a `while` under `vmap` may need different numbers of iterations, and so
+may the devices of a `shard_map`, which may also take different branches. The body or
+branch then runs on the whole array, but its results are kept only for the *active*
+examples or devices: those whose loop continues, or that take this branch. If a loop
+halves `x` while `x > 1`, an iteration for three examples is
 
     carry      [0.8, 5.0, 9.0]    the first example is inactive
     body of    [5.0, 5.0, 9.0]    a copy of an active example takes its place
@@ -155,9 +155,9 @@ def _where(condition: np.ndarray, x: Array, y: Array) -> jax.Array:
 def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
     """Slices a stack into a value for each iteration.
 
-    If a loop made the stack, each row gets back the note that it had in that loop. So
-    errors in a backward pass can be followed back into the iteration of the forward
-    pass that made them.
+    If a loop made the stack, each row gets back the note that it had in that loop, so
+    that errors in a backward pass can be followed back into the iteration of the
+    forward pass that made them.
     """
     pair = jax.tree.map(_on_host, stack.pair)
     all_devices = [slice(None)] * axis
@@ -173,7 +173,7 @@ def _unstack(stack: Value, length: int, axis: int) -> list[Value]:
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
-    """Stacks the values of all iterations, and keeps the note of each."""
+    """Stacks the values of all iterations; keeps the note of each."""
 
     def stack_arrays(*arrays):
         xp = jnp if _is_key(arrays[0]) else np

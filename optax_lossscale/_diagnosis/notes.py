@@ -1,8 +1,8 @@
 """Notes: the error and magnitude of each result, and what it was computed from.
 
 A `Note` belongs to one result of one equation, in one iteration of the loops around the
-equation. Its `reads` are the notes of the operands, so the notes of a run form a graph.
-For `y = exp(x)`, the note of `x` is in the `reads` of the note of `y`. `fault`, `cause`
+equation. Its `reads` are the notes of the operands, so the notes of a run form a graph:
+for `y = exp(x)`, the note of `x` is in the `reads` of the note of `y`. `fault`, `cause`
 and `scale` follow this graph back from a result that is off or overflows. All
 iterations of an equation share an `Origin`, which holds the equation's source line and
 scope.
@@ -25,7 +25,8 @@ from optax_lossscale._programs.values import is_inexact_dtype
 THE_LOSS = "the loss"
 """The name of the loss in reports.
 
-An argument whose path is this name, or one of the next two, gets a number in its name.
+An argument whose path is this name or one of the next two gets a number after it, as in
+`all (argument 2)`.
 """
 
 ALL = "all"
@@ -92,7 +93,7 @@ class Note(Figures):
       is_backward: whether the result belongs to the backward pass, that is, depends on
         the loss scale. If this pass is linear, the result is proportional to the scale.
       reads: the notes of the operands. In a report they are empty, because with them,
-        each note would keep all earlier notes in memory.
+        a note would keep all earlier notes in memory.
       worst_operand_error: the largest `error` of an operand. If `error` is far larger,
         the equation itself is to blame.
       nearest: the parameters from which the fewest equations lead to the result. They
@@ -227,7 +228,7 @@ def back_from(
 ) -> Iterator[Note]:
     """Yields notes, then those of their operands, and so on, each note once.
 
-    The search is depth-first, and begins with the last note of `notes`.
+    The search is depth-first, and of several notes or operands takes the last first.
 
     Args:
       notes: the notes to begin with.

@@ -1,9 +1,9 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` collects a `Diagnosis` from its runs, and `advice.py` adds the verdict and the
-advice, which it derives from the other fields. Printing a `Diagnosis` prints the page:
-sentences about the dtypes, the verdict and the loss scale, tables of what is wrong and
-of what underflows, and the advice. A shortened example:
+`diagnose` collects a `Diagnosis` from its runs, and `advice.py` derives the verdict and
+the advice from the other fields. Printing a `Diagnosis` prints the page: sentences
+about the dtypes, the verdict and the loss scale, tables of what is wrong and of what
+underflows, and the advice. A shortened example:
 
     Computes in float16 (100.0% of the multiplications); the loss is float32.
     Without a loss scale, float16 loses 95.7% of the gradients to underflow.
@@ -37,9 +37,9 @@ _SHOWN_ROWS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The result of `diagnose`: print it, and do what its last lines say.
+    """The result of `diagnose`: print it and do what its last lines say.
 
-    Its attributes hold what is printed, and more. For example, `initial_scale.scale` is
+    Its attributes hold what is printed and more. For example, `initial_scale.scale` is
     the loss scale to begin with, and a test of a model can require that `wrong` is
     empty.
 
@@ -49,7 +49,7 @@ class Diagnosis:
       is_autocast: whether the report is about `autocast(loss_fn)`, because the loss
         function itself computes in float32.
       dtypes: the `dtype_report` of the program that computes the gradients.
-      computes_in: the dtypes of 16 bits and fewer that the model computes in.
+      computes_in: the dtypes of 16 bits or fewer that the model computes in.
       loss: the loss, as the program computes it.
       loss_in_float32: the loss in float32. It is computed with the program's choices,
         such as indices, masks and branches, or if it is not finite with these, with the
@@ -69,9 +69,9 @@ class Diagnosis:
         whose terms cancel is instead compared with how much it changes with the
         parameters. For a gradient that is not in proportion to the loss scale, it is
         the deviation from that proportion. Constant gradients and results that are not
-        finite in float32 are left out. So are results that are not judged: differences
-        of two equal values, and results that float32 does not determine, because it
-        differs from float64 as well, such as the gradient of a bias before a
+        finite in float32 are left out, and so are results that are not judged:
+        differences of two equal values, and results that float32 does not determine,
+        because it differs from float64 as well, such as the gradient of a bias before a
         normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches. Only errors above 5% are
@@ -83,10 +83,10 @@ class Diagnosis:
         fifth, all choices that differ are listed.
       initial_scale: the loss scale that fits. It is None if gradients are finite at
         none of the scales tried, or if the loss or float32's results are not finite.
-      overflow: the result to blame if gradients overflow, as they do at twice
-        `initial_scale.largest`. It is the result that overflows at the smallest scale.
-        But if an equation on the way there made the values 1024 or more times larger,
-        it is that equation's result instead. It is None if nothing overflows.
+      overflow: the result to blame for an overflow at twice `initial_scale.largest`;
+        None if nothing overflows. It is the first result to overflow as the scale
+        grows, or, if some equation before it enlarged the values 1024 times or more,
+        the result of that equation.
       undetermined: the parameters whose gradients were not judged. Either float32 does
         not determine the gradient, or the gradient is the difference of two equal
         values, which is 0 in float32.
@@ -141,7 +141,7 @@ class Diagnosis:
         return self.initial_scale if is_scaled else None
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws the magnitude of each result, and shades what float16 cannot hold.
+        """Draws the magnitude of each result and shades what float16 cannot hold.
 
         Look for dots in the shaded ranges, and for where the dots begin to rise or
         fall. There is a dot for each row of `table.rows` whose `largest` is not 0, in

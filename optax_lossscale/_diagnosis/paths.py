@@ -1,8 +1,8 @@
-"""Paths through the graph of notes, from a result back towards the arguments.
+"""Paths through the graph of notes, from a result back toward the arguments.
 
 A note holds the notes of its operands. `path_from` goes from a note to that of one
 operand, such as the operand that is off the most, from there to one of its operands,
-and so on. `jump` finds where a measure grows most on the path. `fault` looks for a jump
+and so on. `jump` finds where a measure grows most on the path: `fault` looks for a jump
 of the error, and `scale` for a jump of the largest magnitude.
 """
 

@@ -1,13 +1,13 @@
 """Divides a traced program into pieces, each of which is compiled or run by Python.
 
 An *instruction* is an equation that is prepared once for all runs. For example, it
-holds the equation's source line, and the variables that can be freed after it. A
+holds the equation's source line and the variables that can be freed after it. A
 *piece* is a sequence of consecutive instructions that are compiled as one function. A
 piece ends after each product:
 
     relu(relu(x @ v) @ w) @ u    becomes    x @ v  |  relu, @ w  |  relu, @ u
 
-So equal layers become equal pieces, which share one compiled function. A loop, branch
+Equal layers thus become equal pieces, which share one compiled function. A loop, branch
 or `shard_map` with floats is a piece by itself, which Python runs. The programs in it
 are divided in turn.
 """
@@ -54,8 +54,8 @@ class Instruction(NamedTuple):
     Attributes:
       eqn: the equation.
       operands: its operands. Each literal is replaced with a new variable, and its
-        value becomes a constant of the program. So pieces that differ only in literals
-        are equal.
+        value becomes a constant of the program, so that pieces that differ only in
+        literals are equal.
       origin: the operation, source line and scope of the equation.
       programs: the programs of a loop, branch or `shard_map` that Python runs; empty
         for any other equation.
@@ -108,7 +108,7 @@ class Program(NamedTuple):
 
 
 def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
-    """Inlines the calls of a jaxpr, and divides it into pieces.
+    """Inlines the calls of a jaxpr and divides it into pieces.
 
     Args:
       jaxpr: the jaxpr.
@@ -143,7 +143,7 @@ def program_of(jaxpr: ClosedJaxpr | Jaxpr, outer: Origin) -> Program:
 def _instruction(
     eqn: JaxprEqn, operands: Sequence[Var], frees: Collection[Var], outer: Origin
 ) -> Instruction:
-    """Builds the instruction of an equation, and divides the programs in it."""
+    """Builds the instruction of an equation and divides the programs in it."""
     origin = _origin_of(eqn, outer)
     programs = [program_of(inner, origin) for inner in _jaxprs_for_python(eqn)]
     return Instruction(
@@ -235,8 +235,8 @@ def _grouped(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 def _piece_of(instructions: Sequence[Instruction]) -> Piece:
     """Builds a piece from a group of instructions.
 
-    In its key, the variables are numbered in the order of appearance, so the keys of
-    two pieces can be equal although their variables differ.
+    In its key, the variables are numbered in the order of appearance, so that two
+    pieces may have equal keys although their variables differ.
     """
     numbers: dict[Var, int] = {}
     reads = []

@@ -1,12 +1,15 @@
-"""Runs a gradient on pairs: at a loss scale of 1, and at the scale that fits.
+"""Runs a gradient on pairs: at a loss scale of 1, and at others until one fits.
 
 The run at 1 predicts which scale fits. If the largest element of its backward pass is
-2**6, a scale of 2**10 overflows in float16. So the largest usable scale is 2**9, and
+2**6, a scale of 2**10 overflows in float16, so the largest usable scale is 2**9, and
 the scale that fits is `MARGIN` bits smaller. The prediction is right if the backward
-pass is linear in the scale. Not every backward pass is: one that clips in a custom
-derivative is not. So if the backward pass computes in float16, the gradient also runs
-at the predicted scale. That run confirms the prediction, or predicts another scale to
-try.
+pass is linear in the scale. One that clips in a custom derivative is not, so if the
+backward pass computes in float16, the gradient also runs at the predicted scale. That
+run confirms the prediction or predicts another scale to try.
+
+One of these runs is *judged*: the report compares its results with float32's. It is
+the last one whose gradients are finite, or the run at 1 if there is none. Its scale is
+not always the one that fits.
 
 The program runs once more, in float32 with its own choices, beside float64, if a result
 is off, not finite in float32, or not in proportion to the scale, or if float32 would
@@ -38,13 +41,13 @@ from optax_lossscale._diagnosis.shadow import Argument, Shadow, run_to_seed
 from optax_lossscale._diagnosis.value import Value
 from optax_lossscale._programs.values import Array
 
-# How many scales to try if the backward pass is not linear, a heuristic.
+# How many scales to try if the backward pass is not linear. A heuristic.
 _TRIES = 6
 
-# After a scale that overflows, the next scale to try is this many bits smaller. A
-# heuristic: an infinity does not show by how much the scale is too large. With a
-# smaller step, `_TRIES` runs may not reach a scale without an overflow. With a larger
-# step, the scale that is found may be smaller than it needs to be.
+# After a scale that overflows, the next scale to try is this many bits smaller, because
+# an infinity does not show by how much the scale is too large. A heuristic: with a
+# smaller step, `_TRIES` runs may not reach a scale without an overflow, and with a
+# larger one, the scale that is found may be smaller than it needs to be.
 _STEP_DOWN = 4
 
 
@@ -93,7 +96,7 @@ def _are_finite(arrays: Iterable[Array]) -> bool:
 
 
 class Fit(NamedTuple):
-    """The loss scale that fits, and the run by which it was found.
+    """The loss scale that fits, and the run whose results are judged.
 
     Attributes:
       run: the last run with finite gradients, at `scale` or at a larger scale. It is
@@ -116,7 +119,7 @@ class Runs(NamedTuple):
       at_1: the run at a loss scale of 1.
       fit: the loss scale that fits, with its run.
       in_float32: the run in float32, with its own choices, beside float64, at the loss
-        scale of `fitting`. It is None unless `fitting` has a value that is off, a loss
+        scale of `judged`. It is None unless `judged` has a value that is off, a loss
         or gradient that is not finite in float32, a gradient that is not in proportion
         to the scale, or a choice that float32 would make differently.
     """
@@ -127,7 +130,7 @@ class Runs(NamedTuple):
     in_float32: Run | None
 
     @property
-    def fitting(self) -> Run:
+    def judged(self) -> Run:
         """The run whose results are judged, as `Fit.run` describes."""
         return self.fit.run
 
@@ -197,7 +200,7 @@ def _fit(shadow: Shadow, gradient: Gradient, at_1: Run) -> Fit:
 
 
 def _fit_by_trial(shadow: Shadow, gradient: Gradient, fit: Fit, exponent: int) -> Fit:
-    """Runs at the predicted scale, and then at others until a run confirms its scale.
+    """Runs at the predicted scale and then at others until a run confirms its scale.
 
     A run with finite gradients confirms its scale if it predicts either no overflow at
     all, or a scale that is at most twice as large. If the backward pass is linear in

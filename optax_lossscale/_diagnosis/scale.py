@@ -39,17 +39,17 @@ A heuristic: with 2 bits, gradients may become 4 times as large without an overf
 """
 
 COMPARABLE = 2.0**-100
-"""Only larger magnitudes are compared, as smaller numbers may lack digits in float32.
+"""Only larger magnitudes are compared, because smaller ones may lack digits in float32.
 
 The smallest normal number of float32 is 2**-126. The last of the 24 bits of 2**-100 is
 2**-123, which is still a normal number.
 """
 
-# The share of gradients above which underflow is worth mentioning, a heuristic.
+# The share of gradients above which underflow is worth mentioning. A heuristic.
 _NOTABLE = 0.01
 
-# An equation that enlarges values by this factor or more is to blame for their
-# magnitude. The factor is a heuristic.
+# An equation that enlarges values by this factor or more is taken to be the cause of an
+# overflow. A heuristic.
 _ENLARGED = 2.0**10
 
 # The smallest positive number of float32, which replaces 0 in a divisor.
@@ -92,11 +92,12 @@ class Underflow(NamedTuple):
 
     The shares are those of the elements that some loss scale can keep: those that are,
     in float32, larger than 2**-40 times the largest element of the same gradient. An
-    element that is 0 because its terms cancelled does not count as lost.
+    element that is 0 because its terms canceled does not count as lost.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1.
-      left: the share that is still zero or subnormal at the scale that fits.
+      lost: the share that is zero, or subnormal in float16, at a loss scale of 1.
+      left: the share that is still zero or subnormal at the loss scale at which the
+        gradients were compared, `Diagnosis.scale`.
       bits: 2**bits is the smallest loss scale, among the powers of two from 1 to
         2**126, at which at most 1% of these elements are below the normal numbers of
         float16.
@@ -170,7 +171,7 @@ def out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 
 
 def underflow_by_group(
-    at_1: Mapping[str, Value], fitting: Mapping[str, Value], right: Container[str]
+    at_1: Mapping[str, Value], judged: Mapping[str, Value], right: Container[str]
 ) -> dict[str, Underflow]:
     """Measures underflow by group of parameters, for groups that lose more than 1%.
 
@@ -179,17 +180,18 @@ def underflow_by_group(
 
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
-      fitting: the gradients of a run at the scale that fits, by name.
+      judged: the gradients of the run whose results are judged, by name.
       right: the names of the gradients that float32 determines and that are right.
 
     Returns:
-      The underflow of each group that loses more than 1% at either scale, by its name:
-      first the group of all parameters, then the others, those that lose most first.
+      The underflow of each group that loses more than 1% in either run, by its name,
+      with the group of all parameters first and the others sorted, those that lose
+      most first.
     """
     groups: dict[str, list[_GradientMagnitudes]] = defaultdict(list)
     for name, value in at_1.items():
         if name in right:
-            gradient = _gradient_magnitudes(value, fitting[name])
+            gradient = _gradient_magnitudes(value, judged[name])
             groups[ALL].append(gradient)
             groups[without_numbers(name)].append(gradient)
     notable = []
@@ -207,7 +209,7 @@ class _GradientMagnitudes(NamedTuple):
     Attributes:
       magnitudes: their absolute values, of shape (elements,) and in float32.
       n_lost: how many of them underflow at a loss scale of 1.
-      n_left: how many of them still underflow at the scale that fits.
+      n_left: how many of them still underflow in the judged run.
     """
 
     magnitudes: np.ndarray
@@ -215,16 +217,16 @@ class _GradientMagnitudes(NamedTuple):
     n_left: int
 
 
-def _gradient_magnitudes(at_1: Value, fitting: Value) -> _GradientMagnitudes:
-    """Compares a gradient in the run at 1 with itself at the scale that fits."""
+def _gradient_magnitudes(at_1: Value, judged: Value) -> _GradientMagnitudes:
+    """Compares a gradient in the run at 1 with itself in the judged run."""
     magnitudes = _flat_magnitudes(at_1.pair.reference)
     can_be_kept = magnitudes > magnitudes.max(initial=0) * _REACH
-    has_vanished = _is_zero_or_subnormal(fitting)
-    # An element that is 0 at the scale that fits, although in float32 it is large
-    # enough for a normal float16, did not underflow. Its terms have cancelled.
-    is_normal = _flat_magnitudes(fitting.pair.reference) >= least_normal(np.float16)
-    has_cancelled = has_vanished & is_normal
-    are_lost = _is_zero_or_subnormal(at_1) & ~has_cancelled
+    has_vanished = _is_zero_or_subnormal(judged)
+    # An element that is 0 in the judged run, although in float32 it is large enough for
+    # a normal float16, did not underflow. Its terms have canceled.
+    is_normal = _flat_magnitudes(judged.pair.reference) >= least_normal(np.float16)
+    has_canceled = has_vanished & is_normal
+    are_lost = _is_zero_or_subnormal(at_1) & ~has_canceled
     are_left = has_vanished & ~is_normal
     return _GradientMagnitudes(
         magnitudes[can_be_kept],
@@ -267,8 +269,8 @@ def _is_zero_or_subnormal(value: Value) -> np.ndarray:
 def _needed_bits(magnitudes: np.ndarray) -> int:
     """Returns the `Underflow.bits` of elements with these magnitudes."""
     normal = np.float32(least_normal(np.float16))
-    # A magnitude is `normal` times 2**exponent, times a factor from 0.5 to 1. So it is
-    # in the normal range if the exponent is 1 or more. Otherwise, a scale of
+    # A magnitude is `normal` times 2**exponent, times a factor from 0.5 to 1. It is in
+    # the normal range if the exponent is 1 or more; otherwise, a scale of
     # 2**(1 - exponent) brings it there.
     _, exponents = np.frexp(magnitudes / normal)
     bits = np.quantile(1 - exponents, 1 - _NOTABLE, method="inverted_cdf")

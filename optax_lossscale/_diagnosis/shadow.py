@@ -1,7 +1,7 @@
-"""Runs a program on pairs of values and references, and makes a note of each result.
+"""Runs a program on pairs of values and references; makes a note of each result.
 
-Running a program beside a copy of itself in wider floats is called *shadow execution*.
-The forward pass runs once. The backward pass runs once for each loss scale, the *seed*
+Running a program beside a copy of itself in wider floats is known as shadow execution.
+The forward pass runs once, and the backward pass once for each loss scale, the *seed*
 from which it starts:
 
     shadow = run_to_seed(program, arguments, widths)    # the forward pass
@@ -9,8 +9,8 @@ from which it starts:
     results, notes = shadow(another_seed)
 
 Python runs loops and branches, one iteration after the other, so each note in a loop
-has the number of its iteration. Every other piece is compiled, and the host makes notes
-of its results.
+has the number of its iteration. Every other piece is compiled. The host makes notes of
+its results.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Argument(NamedTuple):
 def run_to_seed(
     program: Program, arguments: Sequence[Argument], widths: Widths
 ) -> "Shadow":
-    """Runs a program on pairs up to the first piece that reads its seed.
+    """Runs a program on pairs, up to the first piece that reads its seed.
 
     Args:
       program: a program whose last argument is the seed.
@@ -86,12 +86,12 @@ def run_to_seed(
 
 
 class Shadow(NamedTuple):
-    """A program that has run up to its seed. A call runs the rest for one seed.
+    """A program that has run up to its seed; a call runs the rest for one seed.
 
     Attributes:
       remaining: the program without the pieces that have run.
       env: the values that the remaining pieces may read.
-      runner: runs the remaining pieces, and holds the notes of those that have run.
+      runner: runs the remaining pieces and holds the notes of those that have run.
     """
 
     remaining: Program
@@ -109,7 +109,7 @@ class Shadow(NamedTuple):
 
 
 def _value_of(argument: Argument, widths: Widths) -> Value:
-    """Pairs an argument with itself, and makes its note, which has no operands."""
+    """Pairs an argument with itself and makes its note, which has no operands."""
     array = argument.array
     pair = pair_of(array, widths)
     figures = pair.figures if is_inexact(array) else Figures(array.size)
@@ -134,7 +134,7 @@ class _Progress:
 
 @dataclasses.dataclass(frozen=True)
 class _Runner:
-    """Runs programs on pairs, and appends the note of each result to `notes`.
+    """Runs programs on pairs and appends the note of each result to `notes`.
 
     The programs in a loop or `shard_map` run in a copy of the runner with other
     `iterations` or `devices`. The copy shares its other fields with the original, so
@@ -219,8 +219,8 @@ class _Runner:
         params = instruction.eqn.params
         devices = self.devices.inside(instruction.eqn)
         inside = dataclasses.replace(self, devices=devices)
-        to_stack = functools.partial(self._converted, Devices.enter, devices)
-        from_stack = functools.partial(self._converted, Devices.exit, devices)
+        to_stack = functools.partial(self._converted, Devices.to_stack, devices)
+        from_stack = functools.partial(self._converted, Devices.from_stack, devices)
         stacks = map(to_stack, operands, params["in_specs"])
         results = inside.run(program, stacks)
         return list(map(from_stack, results, params["out_specs"]))
@@ -228,7 +228,7 @@ class _Runner:
     def _converted(
         self, conversion: Callable, devices: Devices, value: Value, spec: jax.P
     ) -> Value:
-        """Applies `Devices.enter` or `Devices.exit`, compiled once for its arguments.
+        """Applies `Devices.to_stack` or `from_stack`, compiled once for its arguments.
 
         Otherwise, each iteration of a loop around the `shard_map` would compile anew.
         """

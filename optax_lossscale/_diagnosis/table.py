@@ -26,7 +26,8 @@ class Table(NamedTuple):
       `layer` includes the number of the iteration, for each loop around the line.
     - `before`: how far the worst operand is off.
     - `off`: how far the result is off.
-    - `lost`: the share of its elements that became 0, of those not 0 in float32.
+    - `lost`: the share of its elements that became 0, among those that are not 0 in
+      float32.
     - `largest`: the largest finite magnitude in the result or in its float32 version.
 
     Attributes:

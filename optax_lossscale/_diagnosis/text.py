@@ -13,7 +13,7 @@ _SHOWN_NAMES = 3
 
 
 def wrapped(paragraph: str) -> str:
-    """Wraps a paragraph at 100 characters, and indents all lines but the first.
+    """Wraps a paragraph at 100 characters and indents all lines but the first.
 
     Words are never broken, so a line that consists of one long word may be longer.
     """
@@ -44,14 +44,14 @@ def listed(names: Sequence[Any]) -> str:
 def lines_of(operations: Iterable[Any]) -> str:
     """Lists the distinct `source` lines of operations or notes.
 
-    If there are many, only the first are listed, and the others counted.
+    If there are many, only the first are listed and the others counted.
     """
     sources = list(dict.fromkeys(operation.source for operation in operations))
     return abridged(sources) if len(sources) > _SHOWN_NAMES else listed(sources)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pads the cells of a table, so that its columns are two spaces apart."""
+    """Pads the cells of a table so that its columns are two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

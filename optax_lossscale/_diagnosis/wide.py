@@ -7,8 +7,8 @@ if each parameter that names a narrow dtype is changed to name the wide one:
 and convolutions use all digits of the wide dtype.
 
 Some equations, such as kernels, can only run in the dtypes in which they were traced.
-Their operands are cast to those dtypes, and their results are widened. So the rounding
-errors of such an equation itself are in the reference as well, and are not found.
+Their operands are cast to those dtypes, and their results are widened. The rounding
+errors of such an equation itself are then in the reference as well and are not found.
 """
 
 import functools
@@ -58,7 +58,7 @@ def widened(x: Array, wide: np.dtype) -> Array:
 def in_wide(
     eqn: JaxprEqn, operands: Sequence[Array], wide: np.dtype | None
 ) -> list[Array]:
-    """Applies an equation to wide operands, and returns wide results.
+    """Applies an equation to wide operands; returns wide results.
 
     Args:
       eqn: the equation.
@@ -151,9 +151,9 @@ def _apply(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
 def _apply_as_traced(
     eqn: JaxprEqn, operands: Sequence[Array], wide: np.dtype
 ) -> list[Array]:
-    """Applies an equation in its own dtypes, and widens the results."""
-    narrowed = astypes(operands, dtypes_in(eqn.invars))
-    results = _apply(eqn, narrowed)
+    """Applies an equation in its own dtypes and widens the results."""
+    in_own_dtypes = astypes(operands, dtypes_in(eqn.invars))
+    results = _apply(eqn, in_own_dtypes)
     return [widened(x, wide) for x in results]
 
 

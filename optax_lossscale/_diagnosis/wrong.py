@@ -16,7 +16,7 @@ Two kinds of results are not judged, because 16 bits are not to blame for their 
 If the loss and all gradients are right, `wrong_intermediate_value` looks for the first
 intermediate value that is wrong. Why a result is wrong is found in `cause.py`.
 
-All of this is read from *notes*. A note records how far one result of the run is off,
+All of this is read from *notes*. A note records how far one result of the run is off
 and holds the notes of its operands (see `notes.py`).
 """
 
@@ -52,14 +52,14 @@ from optax_lossscale._programs.values import is_narrow_dtype
 _DIFFERENCE_OF_EQUALS = (How.CANCELS, How.SATURATES)
 
 # How many times smaller the error of float32 must be than that of 16 bits, so that
-# float32 determines a result although it is itself off by more than 5%. A heuristic: if
-# it were larger, fewer such results would be judged. If it were smaller, 16 bits would
-# be blamed for more of the errors that float32 makes as well.
+# float32 determines a result although it is itself off by more than 5%. A heuristic:
+# with a larger value, fewer such results are judged; with a smaller one, 16 bits are
+# blamed for more of the errors that float32 makes as well.
 _FAR_LESS = 3
 
 # How many equations to search for a lost constant, from an infinity back. A heuristic:
-# if it were smaller, the constant to blame would be missed more often. If it were
-# larger, constants that are not to blame would be named more often.
+# a smaller value misses the constant to blame more often, and a larger one more often
+# names constants that are not to blame.
 _NEAR = 4
 
 # A result that is off by more than this has no right digit, not even in binary.
@@ -119,11 +119,11 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """Compares the loss and gradients with float32's.
 
     Returns:
-      The error of each result, by name, and a list of those that are wrong: the loss
-      first, then the gradients, the worst first. Errors are left out of results that
-      are not judged or not finite in float32, and of constant gradients.
+      The error of each result, by name, and a list of those that are wrong, with the
+      loss first and then the gradients, the worst first. Constant gradients and results
+      that are not judged or not finite in float32 have no error.
     """
-    run = runs.fitting
+    run = runs.judged
     off = {}
     wrong = []
     if run.loss.note is None:  # a constant loss, which is exact
@@ -137,10 +137,10 @@ def off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             wrong.append(_wrong_result(name, math.inf, cause, run))
         elif _float32_determines(_note_in_float32(runs, name), note):
             error, cause = _error_and_cause(runs, name, note)
-            if cause is None:
-                off[name] = error
-            elif note.rms or cause.how not in _DIFFERENCE_OF_EQUALS:
-                off[name] = error
+            if cause is not None and _is_zero_in_float32(note, cause):
+                continue  # the difference of two equal values is not judged
+            off[name] = error
+            if cause is not None:
                 wrong.append(_wrong_result(name, error, cause, run))
     wrong.sort(key=lambda result: (result.name != THE_LOSS, -result.off))
     return off, wrong
@@ -166,7 +166,7 @@ def wrong_intermediate_value(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wro
       dtypes: the dtypes of 16 bits and fewer that the program computes in.
     """
     name = AN_INTERMEDIATE_VALUE
-    run = runs.fitting
+    run = runs.judged
     aux = notes_of(run.aux)
     for note in aux:
         if note.bad:
@@ -206,16 +206,21 @@ def _wrong_result(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 # --- the loss and gradients ---
 
 
+def _is_zero_in_float32(note: Note, cause: Cause) -> bool:
+    """Whether a result is a difference of equal values, and so 0 in float32."""
+    return note.rms == 0 and cause.how in _DIFFERENCE_OF_EQUALS
+
+
 def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Cause:
     """Finds why a result is not finite in float32 with the program's choices.
 
-    With its own choices, float32 may be finite. Then the first value that is finite in
-    float32 only is at fault. For example, where the largest logit overflows float16,
-    `logsumexp` chooses not to subtract it, and float32 follows that choice.
+    With its own choices, float32 may be finite. In this case, the first value that is
+    finite in float32 only is at fault. For example, where the largest logit overflows
+    float16, `logsumexp` chooses not to subtract it, and float32 follows that choice.
     """
     if _is_finite_by_own_choices(runs, name):
         ancestors = set(back_from([note]))
-        for earlier in runs.fitting.notes:
+        for earlier in runs.judged.notes:
             if earlier.bad and earlier in ancestors:
                 return cause_of(earlier)
     cause = cause_in_float32(note)
@@ -235,7 +240,7 @@ def _is_finite_by_own_choices(runs: Runs, name: str) -> bool:
 def _near_lost_constants(note: Note) -> tuple[Note, ...]:
     """Finds the equations nearest before `note` that read a constant lost to rounding.
 
-    The search begins with the equation of `note`, and goes back `_NEAR` equations.
+    The search begins with the equation of `note` and goes back `_NEAR` equations.
     """
     nearest = [note]
     for _ in range(_NEAR):
@@ -277,8 +282,8 @@ def _error_and_cause(runs: Runs, name: str, note: Note) -> tuple[float, Cause | 
     The cause is None if the result is right.
 
     A loss whose terms cancel may be off only because it is about 0. If all gradients
-    are right, its distance from float32's is therefore compared with how much it
-    changes with the parameters, instead of with its magnitude.
+    are right, its distance from float32's is therefore compared with how much the loss
+    changes with the parameters, not with its magnitude.
     """
     if note.error <= TOLERANCE:
         return _deviation_and_cause(runs, name, note)
@@ -300,12 +305,12 @@ def _deviation_and_cause(
     the deviation from that proportion, and the cause is the first equation in the
     program whose result is not in proportion either.
     """
-    scale = runs.fitting.scale
+    scale = runs.judged.scale
     deviation = out_of_proportion(runs.at_1.results[name].note, note, scale)
     if deviation <= TOLERANCE:
         return note.error, None
     at_1 = runs.at_1.by_result
-    for earlier in runs.fitting.notes:
+    for earlier in runs.judged.notes:
         same_at_1 = at_1.get(earlier.result)
         if out_of_proportion(same_at_1, earlier, scale) > TOLERANCE:
             return deviation, Cause(How.IS_NOT_LINEAR, earlier)
@@ -319,7 +324,7 @@ def _is_wide_sum(note: Note) -> bool:
 
 def _are_grads_right(runs: Runs) -> bool:
     """Whether all gradients that float32 determines are right."""
-    for name, value in runs.fitting.grads.items():
+    for name, value in runs.judged.grads.items():
         note = value.note
         if note is None:
             continue
@@ -333,12 +338,12 @@ def _change_of_loss(runs: Runs) -> float:
     """Measures how much the loss changes with the parameters, for a loss near 0.
 
     For example, the loss of a policy is 0 in its first step, because advantages add up
-    to 0. Relative to 0, any rounding error is infinite. But such an error does not
-    matter if a change of the parameters changes the loss by far more. The measure is
+    to 0. Relative to 0, any rounding error is infinite, but it does not matter if a
+    change of the parameters changes the loss by far more. The measure is
     the sum, over the parameters, of the absolute inner product of a parameter and its
     gradient.
     """
-    run = runs.fitting
+    run = runs.judged
     change = 0.0
     for name, x in runs.parameters.items():
         grad = np.asarray(run.grads[name].pair.reference)
@@ -355,7 +360,7 @@ def _widely_off(runs: Runs) -> list[Note]:
 
     Values that no result depends on, or that float32 does not determine, are left out.
     """
-    run = runs.fitting
+    run = runs.judged
     used = set(back_from(notes_of([*run.results.values(), *run.aux])))
     in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     return [
@@ -371,8 +376,8 @@ def _widely_off(runs: Runs) -> list[Note]:
 def _is_difference_of_equals(note: Note, eps: float) -> bool:
     """Whether a sum is smaller than the rounding of its terms to 16 bits.
 
-    For example, the log-probabilities of a policy in training are equal, except for
-    rounding, to those at the time when its data was collected. Their difference is
+    For example, the log-probabilities of a policy in training may be equal, except for
+    rounding, to those at the time when its data was collected. Their difference is then
     nothing but rounding error.
 
     Args:

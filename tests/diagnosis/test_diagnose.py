@@ -124,6 +124,40 @@ def test_where_no_one_scale_fits_the_layer_is_named():
     assert diagnosis.advice[0].startswith("Compute mul at ")
 
 
+@jax.custom_vjp
+def squared_behind(x):
+    return x
+
+
+squared_behind.defvjp(lambda x: (x, None), lambda _, g: (g + 0 * (g * g),))
+
+
+def test_a_verdict_names_the_scale_at_which_gradients_were_compared():
+    """The scale that fits may be smaller, if the backward pass is not linear."""
+
+    def loss_fn(w, x):
+        y = squared_behind(w.astype(jnp.float16)).astype(jnp.float32)
+        return jnp.sum(y * x)
+
+    x = jnp.asarray([2.0**5.5, 2.0**-27, 2.0**-27])
+    diagnosis = ols.diagnose(loss_fn, jnp.ones(3), x)
+    assert diagnosis.initial_scale.scale < diagnosis.scale == 4
+    assert diagnosis.verdict.startswith("No single loss scale fits: at 2**2, ")
+
+
+def test_a_wrong_gradient_is_told_with_the_scale_at_which_it_was_compared():
+    def loss_fn(params, x):
+        y = squared_behind(params["w"].astype(jnp.float16)).astype(jnp.float32)
+        phase = params["v"].astype(jnp.float16) * jnp.float16(1000)
+        return jnp.sum(y * x) + jnp.sum(jnp.sin(phase.astype(jnp.float32)))
+
+    params = {"w": jnp.ones(2), "v": jnp.linspace(1.0, 2.0, 64)}
+    x = jnp.asarray([2.0**5.5, 2.0**-27])
+    diagnosis = ols.diagnose(loss_fn, params, x)
+    assert diagnosis.initial_scale.scale < diagnosis.scale == 4
+    assert ", even at a loss scale of 2**2, because " in diagnosis.verdict
+
+
 def test_gradients_that_are_finite_at_no_scale():
     loss_fn = lambda w, x: jnp.sum(jnp.sqrt(w["w"] * x))
     diagnosis = ols.diagnose(loss_fn, {"w": jnp.zeros(3)}, 1.0)
