@@ -180,6 +180,12 @@ _CAST_WHERE_READ = (
 _MORE_DIGITS = (
     "Compute {line} and its operands in float32, because it needs more digits."
 )
+# An operand that autocast casts for a product has the line of what computed it.
+_KEEP_OPERAND = (
+    "Keep the result of {source} in float32 where it is read: under autocast, by "
+    "precision=jax.lax.Precision.HIGHEST in the product that reads it; otherwise, "
+    "without the cast. Or give it {change} values."
+)
 _REMEDIES = dict.fromkeys(SENSITIVE, _MORE_DIGITS) | {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller values.",
     How.VANISHES: "Compute {line} in float32, or with larger values.",
@@ -217,6 +223,9 @@ def _remedy(wrong: Wrong) -> str:
         products = [place]
     if products and wrong.how not in _NOT_CURED:
         return _keep_products(products, between)
+    if place.has_any(Trait.CASTS) and wrong.how in (How.OVERFLOWS, How.VANISHES):
+        change = "smaller" if wrong.how is How.OVERFLOWS else "larger"
+        return _KEEP_OPERAND.format(source=place.source, change=change)
     if wrong.how is How.STAGNATES and place.is_backward:
         return f"{_SUM_IN_FLOAT32.format(line=place.line)} {_CAST_WHERE_READ}"
     remedy = _REMEDIES[wrong.how].format(line=place.line, source=place.source)

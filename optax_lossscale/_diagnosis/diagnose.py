@@ -132,16 +132,31 @@ def diagnose(
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
         is_autocast = False
         why_wide = ()
-        if not gradient.narrow_dtypes:
-            gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
-            is_autocast = bool(gradient.narrow_dtypes)
-            if not is_autocast:
+        if _computes_in_float32(gradient):
+            function = autocast(loss_fn)
+            under_autocast = gradient_of(function, params, args, kwargs, has_aux)
+            is_autocast = not _computes_in_float32(under_autocast)
+            if is_autocast:
+                gradient = under_autocast
+            elif not gradient.narrow_dtypes:
                 why_wide = _why_wide(loss_fn, (params, *args), kwargs)
         report = _collect(gradient, runs_of(gradient), is_autocast, opt_state)
         products = report_of(gradient.forward).products
         widened = [product for product in products if product.is_widened]
     verdict, advice = verdict_and_advice(report, widened, why_wide)
     return dataclasses.replace(report, verdict=verdict, advice=advice)
+
+
+def _computes_in_float32(gradient: Gradient) -> bool:
+    """Whether a gradient is computed in float32, as its products show.
+
+    If they do, a few 16-bit values beside them, such as a metric or a table, do not
+    count. If an operand of a product was widened, 16 bits were meant.
+    """
+    products = report_of(gradient.jaxpr.jaxpr).products
+    if not products:
+        return not gradient.narrow_dtypes
+    return not any(x.dtype.itemsize <= 2 or x.is_widened for x in products)
 
 
 def _why_wide(

@@ -834,6 +834,42 @@ def test_products_are_kept_by_the_means_that_work(cast):
         assert ols.diagnose(followed, w, x).wrong == ()
 
 
+@pytest.mark.parametrize(
+    ("factor", "advised"), [(2.0**20, "smaller values"), (2.0**-30, "larger values")]
+)
+def test_an_operand_that_autocast_casts_is_kept_where_a_product_reads_it(
+    factor, advised
+):
+    """Its line is in float32 already, and no product."""
+
+    def loss_fn(params, x, precision=None):
+        hidden = factor * jnp.tanh(x @ params["w"])
+        return jnp.mean(jnp.dot(hidden, params["v"], precision=precision) / factor)
+
+    params = {"w": normal(8, 8), "v": normal(8, 2)}
+    x = normal(16, 8)
+    advice = ols.diagnose(loss_fn, params, x).advice[0]
+    assert re.match(r"Keep the result of \S*test_truth.py:\d+ \(loss_fn\)", advice)
+    assert "HIGHEST in the product that reads it" in advice
+    assert advised in advice
+    followed = ols.diagnose(loss_fn, params, x, precision=lax.Precision.HIGHEST)
+    assert not followed.wrong
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_16_bits_beside_products_in_float32_are_no_model_in_16_bits(dtype):
+    params = {"w": normal(8, 8, scale=1e3), "v": normal(8, 2)}
+
+    def loss_fn(params, x):
+        hidden = 100 * (x @ params["w"])
+        loss = jnp.mean(jnp.log1p((hidden @ params["v"]) ** 2))
+        return loss, {"mean": jnp.mean(x).astype(dtype)}
+
+    report = ols.diagnose(loss_fn, params, normal(16, 8), has_aux=True)
+    assert report.is_autocast
+    assert "the loss" in [wrong.name for wrong in report.wrong]
+
+
 def test_a_rule_for_the_backward_pass_is_no_derivative_inside():
     @jax.custom_vjp
     def gated(x):
@@ -905,6 +941,38 @@ def test_a_bias_of_a_convolution_that_is_normalized_is_no_error(seed, dtype):
     assert found.wrong == ()
     # Nor does what it lacks, which no scale gives it, say where to begin.
     assert not any("initial_scale" in line for line in found.advice)
+
+
+def batch_norm(x):
+    return (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5)
+
+
+@quick(
+    "pool",
+    {
+        "largest of centered": lambda x: (x - x.mean(0)).reshape(10, 3, 8).max(1),
+        "largest": lambda x: batch_norm(x).reshape(10, 3, 8).max(1),
+        "smallest": lambda x: batch_norm(x).reshape(10, 3, 8).min(1),
+        "winner": lambda x: jnp.where(
+            (h := batch_norm(x).reshape(10, 3, 8)) == h.max(1, keepdims=True), h, 0
+        ).sum(1),
+    },
+    "largest of centered",
+    "winner",
+)
+def test_the_largest_of_what_is_normalized_is_one_of_it(pool):
+    """XLA computes it in several kernels, where it must have the same bits."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "w": jax.random.normal(keys[0], (4, 8)),
+        "o": jax.random.normal(keys[1], (8, 2)),
+    }
+    x = jax.random.normal(keys[2], (30, 4))
+    loss_fn = lambda p, x: jnp.mean((pool(x @ p["w"]) @ p["o"]) ** 2)
+    report = ols.diagnose(loss_fn, params, x)
+    assert "fine" in report.verdict
+    assert max(report.off.values()) < 0.01
+    assert report.off.keys() == {"the loss", "w", "o"}
 
 
 def test_gradients_that_are_nothing_but_rounding_are_called_so():
