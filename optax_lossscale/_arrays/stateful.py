@@ -48,8 +48,9 @@ def state_field(
 
     Args:
       default: the initial value. A bool, int or float becomes a bool, int32 or float32
-        scalar. Any other value is copied to an array with the dtype that `jnp.asarray`
-        would choose. Without a default, `__post_init__` must set the field.
+        scalar. Any other number or array is copied to an array with the dtype that
+        `jnp.asarray` would choose. Without a default, `__post_init__` must set the
+        field, as it must for a typed PRNG key.
       init: leave it at its default, which tells type checkers that the constructor has
         no argument for the field.
 

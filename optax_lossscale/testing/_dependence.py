@@ -76,8 +76,7 @@ def _is_linear(values: np.ndarray, x: np.ndarray) -> bool:
 def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
     """Finds outputs that change by more than underflow explains.
 
-    If there is a loss scale at which all gradients underflow, only the scales within
-    `_REACH` of the highest are compared.
+    Of a float16 step, only the loss scales within `_REACH` of the highest are compared.
 
     Returns:
       A dict from the path of each such output to the exponents of the two neighboring
@@ -85,7 +84,7 @@ def unexplained_changes(sweep: Sweep) -> dict[Path, tuple[float, float]]:
       such pairs of loss scales, it holds the highest pair.
     """
     exponents = sweep.exponents
-    reach = _REACH if sweep.underflowed else np.inf
+    reach = _REACH if sweep.is_narrow else np.inf
     is_in_reach = exponents[1:] >= exponents[0] - reach
     underflows = {path: _underflows(sweep, path) for path in sweep.outputs}
     has_underflow = {path: x.any(axis=1) for path, x in underflows.items()}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._arrays import messages
 from optax_lossscale._arrays.contexts import TESTING_METRICS, TESTING_OVERFLOW
@@ -241,7 +241,13 @@ class Experiment:
         old_leaves = jax.tree.leaves(without_variables(arguments))
         result = self._call_step(arguments, is_infinite)
         tree = {RESULT.key: result, **arguments}
-        outputs = _only_outputs(arrays_in(tree), old_leaves)
+        arrays = arrays_in(tree)
+        outputs = _only_outputs(arrays, old_leaves)
+        # A NumPy array may hold new elements although it is the same array.
+        for path, x in arrays.items():
+            is_numpy_input = path in inputs and isinstance(x, np.ndarray)
+            if is_numpy_input and fingerprint(x) != input_fingerprints[path]:
+                outputs[path] = x
         states = _only_outputs(nodes_in(tree, _is_state), old_leaves)
         loss_scales = _only_outputs(_adaptive_in(tree), old_leaves)
         may_diverge = outputs | loss_scales
@@ -318,14 +324,24 @@ def _skip_count(states: Mapping[Path, LossScaleState]) -> int:
 
 
 def _counts_in(tree: Any) -> set[Path]:
-    """Returns the paths of the integers in states whose classes Optax defines."""
+    """Returns the paths of the integers in states whose classes Optax defines.
+
+    A `LossScaleState` may lie inside such a state. Its counts of skipped steps are left
+    out, because a skipped step should change them.
+    """
     optax_states = nodes_in(tree, lambda x: name_in_optax(x) is not None)
-    return {
+    counts = {
         path + subpath
         for path, state in optax_states.items()
         for subpath, x in arrays_in(state).items()
         if jnp.issubdtype(dtype_of(x), jnp.integer)
     }
+    skip_counts = {
+        (*path, GetAttrKey(name))
+        for path in nodes_in(tree, _is_state)
+        for name in ("skipped_steps", "consecutive_skipped_steps")
+    }
+    return counts - skip_counts
 
 
 def _adaptive_in(tree: Any) -> dict[Path, LossScale]:

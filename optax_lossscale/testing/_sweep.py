@@ -37,6 +37,10 @@ loss scale can hardly be lower, because the smallest normal float32 number is 2*
 # heuristic: a step that is applied even at 2**90 is taken to compute in float32 or
 # bfloat16, because in float16 even gradients of 2**-74 would overflow.
 _WIDE_EXPONENT = 90
+# How far apart the exponents are at which the search begins. A float16 gradient neither
+# overflows nor becomes 0 at 40 exponents in a row. A heuristic: smaller, because other
+# values of the step may overflow earlier.
+_SEARCH_STEP = 8
 # The exponent at which the sweep of a float32 or bfloat16 step starts. The sweep covers
 # the loss scales that are used in practice, 2**30 to 1, at which hardly anything
 # underflows in these dtypes.
@@ -61,13 +65,17 @@ class Sweep(NamedTuple):
         (scales, elements).
       repeated: the outputs of a second run at the highest loss scale, each of shape
         (elements,).
+      is_narrow: whether the step is taken to compute in float16, because it is skipped
+        at 2**90.
       underflowed: the outputs at a loss scale at which all gradients underflow, each of
-        shape (elements,); empty if there is no such loss scale.
+        shape (elements,); empty if there is no such loss scale, or if the step is
+        skipped there.
     """
 
     exponents: np.ndarray
     outputs: Arrays
     repeated: Arrays
+    is_narrow: bool
     underflowed: Arrays
 
     def noise(self, path: Path) -> np.ndarray:
@@ -84,22 +92,35 @@ class Sweep(NamedTuple):
 
 
 def trials_at_falling_scales(experiment: Experiment) -> list[Trial]:
-    """Runs a step at falling loss scales, and returns the trials that were not skipped.
+    """Runs a step at falling loss scales and returns the trials that were not skipped.
 
-    Bisection finds the highest loss scale at which the step is applied. A silent step
-    (see `Trial.is_silent`) counts as applied at every loss scale.
+    A silent step (see `Trial.is_silent`) counts as applied at every loss scale.
+    """
+    highest = _highest_applied(experiment)
+    start = _START_EXPONENT if highest == _WIDE_EXPONENT else highest
+    falling = [start - offset for offset in _OFFSETS]
+    trials = [experiment.trial_at(x) for x in falling if x >= LOWEST_EXPONENT]
+    return [trial for trial in trials if trial.was_applied]
+
+
+def _highest_applied(experiment: Experiment) -> int:
+    """Finds the exponent of the highest loss scale at which a step is applied.
+
+    It searches upwards, by bisection, from a loss scale at which the step is applied.
+    Far below, the step may be skipped again: if all gradients underflow, normalizing
+    them divides 0 by 0. If the step is applied nowhere, the result is below
+    `LOWEST_EXPONENT`.
     """
 
     def is_skipped(exponent):
         return not experiment.trial_at(exponent).was_applied
 
-    exponents = range(LOWEST_EXPONENT, _WIDE_EXPONENT + 1)
+    own = min(round(log2_of(experiment.loss_scale)), _WIDE_EXPONENT)
+    candidates = range(own, LOWEST_EXPONENT, -_SEARCH_STEP)
+    applied = (exponent for exponent in candidates if not is_skipped(exponent))
+    exponents = range(next(applied, LOWEST_EXPONENT), _WIDE_EXPONENT + 1)
     n_applied = bisect.bisect_left(exponents, True, key=is_skipped)
-    highest = LOWEST_EXPONENT + n_applied - 1
-    start = _START_EXPONENT if highest == _WIDE_EXPONENT else highest
-    falling = [start - offset for offset in _OFFSETS]
-    trials = [experiment.trial_at(x) for x in falling if x >= LOWEST_EXPONENT]
-    return [trial for trial in trials if trial.was_applied]
+    return exponents.start + n_applied - 1
 
 
 def sweep_of(
@@ -118,6 +139,9 @@ def sweep_of(
       outputs: the outputs to collect. An output that some trial did not return is left
         out.
     """
+    is_narrow = not experiment.trial_at(_WIDE_EXPONENT).was_applied
+    # In float16, all gradients underflow at the lowest loss scale.
+    lowest = experiment.trial_at(LOWEST_EXPONENT)
     values = {
         path: np.stack([trial.outputs[path] for trial in trials])
         for path in outputs
@@ -127,21 +151,11 @@ def sweep_of(
         exponents=np.array([log2_of(trial.loss_scale) for trial in trials]),
         outputs=values,
         repeated=experiment.trial(trials[0].loss_scale).outputs,
-        underflowed=_underflowed_outputs(experiment),
+        is_narrow=is_narrow,
+        underflowed=lowest.outputs if is_narrow and lowest.was_applied else {},
     )
     _check_repeatable(sweep)
     return sweep
-
-
-def _underflowed_outputs(experiment: Experiment) -> Arrays:
-    """Returns the outputs where all gradients underflow, or {} if they never do.
-
-    A step that is skipped at 2**90 is taken to compute in float16, where all gradients
-    underflow at the lowest loss scale.
-    """
-    is_narrow = not experiment.trial_at(_WIDE_EXPONENT).was_applied
-    lowest = experiment.trial_at(LOWEST_EXPONENT)
-    return lowest.outputs if is_narrow and lowest.was_applied else {}
 
 
 def _check_repeatable(sweep: Sweep) -> None:

@@ -94,6 +94,20 @@ def running_mean_of_the_loss(right):
     return jax.jit(step), (params, state, X, jnp.float32(0), Y)
 
 
+@step_of(CHANGED, "args[1]", KEPT)
+def statistics_in_an_array_of_numpy(right):
+    fast = jax.jit(functools.partial(TX.minimize, loss_fn))
+
+    def step(params, mean, state, x, y):
+        new = 0.9 * mean + 0.1 * np.mean(x, axis=0)
+        loss, params, state = fast(state, params, x - mean, y)
+        mean[:] = kept_if(right, state, new, mean)
+        return params, state, loss
+
+    params, state = begun(TX)
+    return step, (params, np.zeros(4, np.float32), state, X, Y)
+
+
 @step_of(CHANGED, "result['stats']['mean']", KEPT)
 def statistics_in_a_dict(right):
     def step(carry, x, y):
@@ -930,3 +944,16 @@ def test_a_count_that_goes_on_at_a_nan_is_found():
 
     with pytest.raises(AssertionError, match=r"With a NaN in .*\n.*count"):
         ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X)
+
+
+def test_a_skip_is_counted_inside_a_state_of_optax_as_well():
+    tx = optax.contrib.split_real_and_imaginary(TX)
+
+    @jax.jit
+    def step(params, state, x, y):
+        grad = ols.value_and_scaled_grad(autocast_loss, state)
+        loss, grads = grad(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X, Y)

@@ -132,6 +132,20 @@ def a_norm_of_scaled_gradients(loss_fn, inner, params):
 
 
 @step_of(RIGHT)
+def normalized_gradients(loss_fn, inner, params):
+    """Where all gradients underflow, they are 0 divided by 0, and the step is skipped."""
+    tx = ols.with_loss_scale(inner)
+
+    def step(params, state, batch):
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+        norm = optax.tree.norm(grads)
+        grads = state.loss_scale.scale(jax.tree.map(lambda g: g / norm, grads))
+        return *tx.apply_gradients(grads, state, params, value=loss), loss
+
+    return tx, step
+
+
+@step_of(RIGHT)
 def apply_gradients(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
 
@@ -1192,3 +1206,11 @@ def test_an_output_that_is_nan_at_growth_alone_is_found():
         ols.testing.assert_scale_invariant(
             step, params, jnp.ones(()), tx.init(params), batch
         )
+
+
+def test_a_step_that_is_skipped_at_most_low_scales_is_right():
+    """Its gradients are so small that the first scales tried, too, leave nothing of them."""
+    loss_fn, params, batch = problem(jnp.float16)
+    small_loss = lambda params, batch: 2.0**-10 * loss_fn(params, batch)
+    tx, step = normalized_gradients(small_loss, optax.sgd(0.1), params)
+    ols.testing.assert_scale_invariant(jax.jit(step), params, tx.init(params), batch)
