@@ -29,6 +29,7 @@ from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of
 from optax_lossscale._diagnosis.wrong import off_and_wrong, wrong_intermediate_value
 from optax_lossscale._programs.call import as_program
+from optax_lossscale._programs.values import is_inexact_dtype, is_narrow_dtype
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
@@ -154,9 +155,10 @@ def _computes_in_float32(gradient: Gradient) -> bool:
     count. If an operand of a product was widened, 16 bits were meant.
     """
     products = report_of(gradient.jaxpr.jaxpr).products
-    if not products:
+    of_floats = [x for x in products if is_inexact_dtype(x.dtype)]
+    if not of_floats:
         return not gradient.narrow_dtypes
-    return not any(x.dtype.itemsize <= 2 or x.is_widened for x in products)
+    return not any(is_narrow_dtype(x.dtype) or x.is_widened for x in of_floats)
 
 
 def _why_wide(

@@ -32,19 +32,21 @@ from optax_lossscale._programs.values import (
     Array,
     is_inexact,
 )
+from optax_lossscale._programs.walk import programs_in
 
 # Options with which XLA compiles faster on CPUs, because it optimizes less: a
-# convolutional network of six layers in three fifths of the time (jax 0.10). Most
-# pieces run so few times that compiling them without these options would take longer
-# than running them. An optimization level of 0 would be faster still, but some kernels
-# then fuse a product and a sum into one rounding, and others do not. Where XLA computes
-# a value in both, as in the maximum of a normalized array and in its derivative, the
-# maximum would be equal to no element.
+# convolutional network of six layers in half the time (jax 0.10). Most pieces run so
+# few times that compiling them without these options would take longer than running
+# them.
 _FAST_TO_COMPILE = {
-    "xla_backend_optimization_level": 1,
+    "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# For a piece that compares. At level 0, some kernels fuse a product and a sum into one
+# rounding, and others do not. Where XLA computes a value in both, as in the maximum of
+# a normalized array and in its derivative, the maximum would be equal to no element.
+_SAME_BITS = _FAST_TO_COMPILE | {"xla_backend_optimization_level": 1}
 
 
 class Widths(NamedTuple):
@@ -231,19 +233,34 @@ def _lu_in_order(matrix: Array) -> Array:
     return lax.fori_loop(0, min(height, width), eliminated, matrix)
 
 
-@functools.cache
-def compiler_options() -> dict[str, bool | int]:
-    """Returns options that keep every rounding, and on CPUs shorten the compilation."""
+def compiler_options(piece: Piece) -> dict[str, bool | int]:
+    """Returns options for a piece: keep every rounding and, on CPUs, compile faster."""
     # By default, XLA may remove a cast to 16 bits and back, and with it the rounding
     # that is to be measured.
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
+    if not _can_compile_faster():
+        return options
+    if any(_compares(instruction.eqn) for instruction in piece.instructions):
+        return options | _SAME_BITS
+    return options | _FAST_TO_COMPILE
+
+
+def _compares(eqn: JaxprEqn) -> bool:
+    """Whether an equation compares elements, as a program in it may do as well."""
+    return Trait.COMPARES in traits(eqn) or bool(programs_in(eqn))
+
+
+@functools.cache
+def _can_compile_faster() -> bool:
+    """Whether programs run on a CPU whose compiler knows these options.
+
+    XLA does not list its options, and a release may drop one, so this tries whether it
+    compiles with these.
+    """
     if jax.default_backend() != "cpu":
-        return options
-    fast = options | _FAST_TO_COMPILE
-    # XLA does not list its options, and a release may drop one, so this tries whether
-    # it compiles with these.
+        return False
     try:
-        jax.jit(lambda: 0.0, compiler_options=fast).lower().compile()
+        jax.jit(lambda: 0.0, compiler_options=_FAST_TO_COMPILE).lower().compile()
     except jax.errors.JaxRuntimeError:
-        return options
-    return fast
+        return False
+    return True

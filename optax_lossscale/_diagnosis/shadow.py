@@ -280,6 +280,6 @@ class _Runner:
             compute = functools.partial(pairs.compute, piece, self.widths)
             self.compiled[key] = jax.jit(
                 self.devices.over_stacks(compute),
-                compiler_options=pairs.compiler_options(),
+                compiler_options=pairs.compiler_options(piece),
             )
         return self.compiled[key]

@@ -56,6 +56,8 @@ class Trait(Flag):
         it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
       CHOOSES: returns elements of its operands, possibly negated or cast, so it needs
         no more range than they do.
+      COMPARES: its result depends on which of two elements is larger, or on whether they
+        are equal. If XLA computes an element twice, both must have the same bits.
       FILLS: puts elements of one operand between those of another, as a mask does.
       GATHERS: looks up parts of its first operand by index, as an embedding does.
       NAMES: names its operand, so that a policy of `jax.checkpoint` can choose to save
@@ -108,6 +110,7 @@ class Trait(Flag):
     SPREADS = auto()
     VARIES = auto()
     CHOOSES = auto()
+    COMPARES = auto()
     FILLS = auto()
     GATHERS = auto()
     NAMES = auto()
@@ -210,22 +213,24 @@ _ROWS = {
     ),
     "psum_invariant": Row(Trait.SENDS | Trait.ADDS_MANY | Trait.VARIES),
     # Returns elements of its operands
-    (
-        "abs clamp dynamic_update_slice min neg reduce_window_max reduce_window_min "
-        "scatter scatter-max scatter-min"
-    ): Row(Trait.CHOOSES | Trait.CHEAP),
+    "abs dynamic_update_slice neg scatter": Row(Trait.CHOOSES | Trait.CHEAP),
     "broadcast_in_dim concatenate stack tile": Row(
         Trait.PLACES | Trait.CHOOSES | Trait.CHEAP
     ),
     "convert_element_type": Row(
         Trait.PLACES | Trait.CHOOSES | Trait.CASTS | Trait.CHEAP
     ),
-    "cummax cummin sort top_k": Row(Trait.CHOOSES),
+    "clamp min reduce_window_max reduce_window_min scatter-max scatter-min": Row(
+        Trait.CHOOSES | Trait.COMPARES | Trait.CHEAP
+    ),
+    "cummax cummin sort top_k": Row(Trait.CHOOSES | Trait.COMPARES),
     "gather": Row(Trait.PLACES | Trait.CHOOSES | Trait.GATHERS | Trait.CHEAP),
-    "max": Row(Trait.CHOOSES | Trait.CHEAP, formula="plus or max"),
+    "max": Row(Trait.CHOOSES | Trait.COMPARES | Trait.CHEAP, formula="plus or max"),
     "pad": Row(Trait.PLACES | Trait.CHOOSES | Trait.CHEAP | Trait.FILLS),
     "pvary": Row(Trait.SPREADS | Trait.CHOOSES | Trait.CHEAP | Trait.VARIES),
-    "reduce_max reduce_min": Row(Trait.CHOOSES | Trait.CHEAP | Trait.REDUCES),
+    "reduce_max reduce_min": Row(
+        Trait.CHOOSES | Trait.COMPARES | Trait.CHEAP | Trait.REDUCES
+    ),
     "select_n": Row(Trait.CHOOSES | Trait.CHEAP | Trait.FILLS, formula="choice"),
     # Sums
     "add": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="plus or max"),
@@ -235,9 +240,8 @@ _ROWS = {
     "reduce_sum": Row(
         Trait.ADDS_MANY | Trait.CHEAP | Trait.REDUCES, axes="axes", formula="sum"
     ),
-    "reduce_window reduce_window_sum select_and_scatter_add": Row(
-        Trait.ADDS_MANY, terms="window"
-    ),
+    "reduce_window reduce_window_sum": Row(Trait.ADDS_MANY, terms="window"),
+    "select_and_scatter_add": Row(Trait.ADDS_MANY | Trait.COMPARES, terms="window"),
     "scatter-add scatter-sub": Row(Trait.ADDS_MANY | Trait.CHEAP, terms="updates"),
     "sub": Row(Trait.ADDS_TWO | Trait.CHEAP, formula="minus"),
     # Has about the range of its operands
@@ -301,15 +305,16 @@ _ROWS = {
     "while": Row(Trait.WHILE, programs=("cond_jaxpr", "body_jaxpr")),
     # Cheap; nothing is assumed about the range of the results
     (
-        "acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos eq erf_inv "
-        "ge gt iota is_finite le lt ne not one_minus_square or polynomial "
-        "reduce_and reduce_or rem sin tan xor"
+        "acos acosh and asin asinh atan atan2 atanh cbrt cos erf_inv iota is_finite "
+        "not one_minus_square or polynomial reduce_and reduce_or rem sin tan xor"
     ): Row(Trait.CHEAP),
+    "argmax argmin eq ge gt le lt ne": Row(Trait.COMPARES | Trait.CHEAP),
     "rsqrt": Row(Trait.CHEAP, formula="inverse root"),
     "sqrt": Row(Trait.CHEAP, formula="root"),
+    "approx_top_k select_and_gather_add select_and_scatter": Row(Trait.COMPARES),
     # Treated like an unknown operation, but known to run no program
     (
-        "accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract "
+        "accum_grad_in_ref addupdate after_all axis_index bcoo_extract "
         "bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense "
         "bcoo_transpose bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e "
         "bessel_i1e broadcast_to cholesky cholesky_update clz complex conj "
@@ -321,7 +326,7 @@ _ROWS = {
         "polygamma population_count qr ragged_all_to_all random_bits random_clone "
         "random_fold_in random_seed random_split random_unwrap random_wrap real "
         "reciprocal reduce_precision reduce_xor regularized_incomplete_beta "
-        "rng_bit_generator schur select_and_gather_add select_and_scatter shift_left "
+        "rng_bit_generator schur shift_left "
         "shift_right_arithmetic shift_right_logical svd swap symmetric_product "
         "threefry2x32 tie to_edtype triangular_solve tridiagonal tridiagonal_solve "
         "with_memory_space_constraint zeros_like zeta"

@@ -856,6 +856,20 @@ def test_an_operand_that_autocast_casts_is_kept_where_a_product_reads_it(
     assert not followed.wrong
 
 
+def test_a_product_of_integers_is_no_product_in_16_bits():
+    params = {"w": normal(8, 8)}
+    table = jnp.arange(64, dtype=jnp.int8).reshape(8, 8)
+
+    def loss_fn(params, x, codes):
+        quantized = lax.dot(codes, table, preferred_element_type=jnp.int32)
+        return jnp.mean((x @ params["w"] - quantized.astype(F32)) ** 2)
+
+    codes = jnp.ones((16, 8), jnp.int8)
+    report = ols.diagnose(loss_fn, params, normal(16, 8), codes)
+    assert report.is_autocast
+    assert report.computes_in == (F16,)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_16_bits_beside_products_in_float32_are_no_model_in_16_bits(dtype):
     params = {"w": normal(8, 8, scale=1e3), "v": normal(8, 2)}
