@@ -8,8 +8,8 @@ script::
     tx = with_loss_scale(optax.adamw(1e-3), loss_scale)
 
 Each function is named after a system. It accepts the arguments of the original that
-concern the loss scale, with the original defaults, and returns a loss scale that
-changes on every step as the original does, with these exceptions:
+concern the loss scale, with the original defaults, and returns a loss scale whose value
+after every step is that of the original, with these exceptions:
 
 - A scale that would leave float32's normal range, 1.18e-38 to 3.4e38, stays as it is.
 - A `FixedLossScale` is at most 2**126.

@@ -5,9 +5,10 @@ Pass a rule to `with_loss_scale`. `spikes` is the recommended one::
     with_loss_scale(optax.adamw(1e-3), skip=skips.spikes())          # float16
     with_loss_scale(optax.adamw(1e-3), None, skip=skips.spikes())    # bfloat16, float32
 
-The other functions return the rules of other systems, after which they are named, and
-have the original argument names. The rules judge finite steps as the originals do,
-unless a docstring says otherwise. Steps that are not finite are skipped whatever the
+The other functions are named after other systems and return their rules, with the
+original argument names. Only the two functions `drop_norm_by_…` return thresholds, for
+`axlearn`. The rules judge finite steps as the originals do, unless a docstring says
+otherwise. Steps that are not finite are skipped whatever the
 rule, and their norm and loss do not enter its statistics, unlike in most originals.
 
 To write a rule of your own, subclass `SkipRule`. An invalid argument raises a

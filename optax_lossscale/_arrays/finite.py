@@ -128,8 +128,8 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     Both are computed in one pass over the elements. The norm and the sum of squares
     under its root are float32, so a norm of 2**64 or more is infinite, even if every
     element is finite. The squares of elements of magnitude below about 1e-19 are
-    subnormal, and CPUs flush them to zero, so the norm of such elements is 0, however
-    many there are.
+    subnormal, and XLA flushes them to zero on CPU, so the norm of such elements is 0,
+    however many there are.
     """
     sum_of_squares, finite = _reduce_tree(
         tree, _squares_and_flags_on_cpu, _squares_and_flags
@@ -366,8 +366,8 @@ def _magnitude(x: jax.Array) -> jax.Array:
 def _zero_if_finite(x: jax.Array) -> jax.Array:
     """Returns 0 for each finite element, and NaN for any other, as float32.
 
-    The difference `x - x` is computed in float32 or wider, because a CPU takes longer
-    for 16-bit arithmetic: it computes each result in float32 and then rounds it.
+    The difference `x - x` is computed in float32 or wider, because most CPUs take
+    longer for 16-bit arithmetic: they compute each result in float32 and then round it.
     """
     wide = at_least_float32(x)
     difference = lax.sub(wide, wide)

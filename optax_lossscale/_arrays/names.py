@@ -15,9 +15,10 @@ from jax.tree_util import keystr
 def make_public(module: str, *objects: Any) -> None:
     """Sets the `__module__` of classes and functions from private files.
 
-    Reprs, pickles and tracebacks then name the public module, so a pickle can be loaded
-    even if a private file has moved. The drawback is that `inspect.getsource` does not
-    find the classes, as with JAX's own. It still finds functions and methods.
+    Reprs, pickles and the names of exceptions then show the public module. A pickle can
+    be loaded even if the private file of its class has moved. The drawback
+    is that `inspect.getsource` does not find the classes, as with JAX's own. It still
+    finds functions and methods.
     """
     for obj in objects:
         obj.__module__ = module

@@ -67,15 +67,15 @@ def autocast(
 
     A model with float32 parameters and inputs trains in float16 without a cast in the
     model. Wrap the loss function and call the result under `jit`: otherwise every call
-    traces and plans the function again. This works for training, evaluation and higher
-    derivatives.
+    traces and plans the function again. `autocast` works for training, evaluation and
+    higher derivatives.
 
     Matrix products and convolutions, called products below, read and return `dtype`.
     The operations between two products compute in float32 and round their result for
     the second product. Therefore, exponentials, logarithms, powers, reductions, norms,
     losses and quotients have the range and the digits of float32, and a mask of -1e9 or
     an epsilon of 1e-8 keeps its value. A product too large for `dtype` still overflows,
-    which the loss scale detects.
+    and `with_loss_scale` then skips the step.
 
     Two other kinds of operations run in 16 bits. First, sums that are carried from
     product to product, such as the residual stream of a transformer, are added and
@@ -178,10 +178,10 @@ def autocast(
     def planned(args, kwargs):
         """Traces a call and plans its program; `call.to_result` works only inside."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
-        # On a TPU the compiler may merge the recomputation with the forward pass,
-        # because it recomputes by itself where memory is short, as compiled programs
-        # show (not timed). JAX does not tell for which platform it traces, so that of
-        # the default backend is assumed.
+        # On a TPU, the compiler is allowed to merge the recomputation with the forward
+        # pass: as compiled programs show (not timed), it recomputes by itself where
+        # memory is short. JAX does not tell for which platform it traces, so the
+        # default backend is assumed.
         prevent_cse = jax.default_backend() != "tpu"
         casting = Casting(low, prevent_cse=prevent_cse)
         with as_program(fun, args, kwargs, parameters, low) as call:

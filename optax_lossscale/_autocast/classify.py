@@ -56,7 +56,7 @@ from optax_lossscale._programs.walk import (
 
 
 class Kind(enum.IntEnum):
-    """What a value was computed from. Later kinds need more range or more digits.
+    """What a value was computed from, in the order in which `join` prefers the kinds.
 
     The kinds up to LARGE are computed from literals, masks and parameters alone.
 

@@ -24,7 +24,7 @@ power is the variance of `x`. To recognize another formula, add its operations t
 The axes of a mean or a norm are not checked, nor is the order of the elements, so rows
 that are divided by the norms of other rows count as normalized, though they may be of
 any magnitude. We know of no model that does this. In such a model, float16 may
-overflow, which the loss scale detects, and bfloat16 may lose digits, which `diagnose`
+overflow, so that steps are skipped, and bfloat16 may lose digits, which `diagnose`
 shows but training does not.
 """
 

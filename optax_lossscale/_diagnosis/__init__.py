@@ -18,12 +18,13 @@ Followed back from the wrong quotient to its operands, the notes lead to the dif
 This is where the error arises, so the difference is *at fault*. The magnitudes in the
 notes of the backward pass show which loss scale fits.
 
-Because float32 has rounding errors, too, the program runs once more if a result may be
-wrong, or if float32 would choose another index or branch: in float32, beside float64.
-There it makes the choices of float32, and so shows which results these choices change.
-It also shows which results float32 *determines*: those on which float32 and float64
-agree, or differ far less than 16 bits and float32 do. A result that float32 does not
-determine is not judged, because 16 bits may not be to blame for its error.
+Float32 has rounding errors and makes choices of its own, too. If a result may be wrong,
+or if float32 would choose another index or branch, the program therefore runs a second
+time: in float32, and its reference is then float64. This run shows two things. It makes
+the choices of float32, so it shows which results depend on them. It also shows which
+results float32 *determines*: those for which float32 is close to float64, or at least
+much closer than 16 bits are to float32. No other result is judged, because 16 bits may
+not be to blame for its error.
 
 An equation that only moves the elements of its operand, such as a transpose, makes no
 note: its result shares the note of the operand. A slice is an exception, because it may

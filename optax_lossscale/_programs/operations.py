@@ -37,11 +37,14 @@ class Trait(Flag):
     CHOOSES   `clamp`             sums what one bound replaced      as traced
     ========  ==================  ================================  =========
 
-    There are four exceptions, which run in 16 bits in any case: narrowed products; sums
-    that `autocast` stores in 16 bits; an operation that `RUNS_AS_STORED` and is neither
-    `CHEAP` nor a sum, such as a transfer between devices, if all that read its result
-    need 16 bits; and an operation that `SPREADS`, if its result is stored in 16 bits.
-    The derivative of the last, a sum over devices, still runs in float32.
+    Four kinds of operations run in 16 bits in any case:
+
+    - a product that is narrowed,
+    - a sum that `autocast` stores in 16 bits,
+    - an operation that `RUNS_AS_STORED` and is neither `CHEAP` nor a sum, such as a
+      transfer between devices, if all readers of its result need 16 bits, and
+    - an operation that `SPREADS`, if its result is stored in 16 bits. Its derivative, a
+      sum over devices, still runs in float32.
 
     Attributes:
       MOVES: only moves elements, or leaves some out, as `reshape` and `slice` do.
@@ -56,8 +59,8 @@ class Trait(Flag):
         it also `ADDS_MANY`, it sums over such axes. Otherwise it returns its operand.
       CHOOSES: returns elements of its operands, possibly negated or cast, so it needs
         no more range than they do.
-      COMPARES: its result depends on which of two elements is larger, or on whether they
-        are equal. If XLA computes an element twice, both must have the same bits.
+      COMPARES: its result depends on which of two elements is larger, or on whether
+        they are equal. If XLA computes an element twice, both must have the same bits.
       FILLS: puts elements of one operand between those of another, as a mask does.
       GATHERS: looks up parts of its first operand by index, as an embedding does.
       NAMES: names its operand, so that a policy of `jax.checkpoint` can choose to save

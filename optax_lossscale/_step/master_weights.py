@@ -65,15 +65,15 @@ def with_master_weights(
     replaces the float32 copy. A changed bfloat16 parameter still gets the old
     remainder, which moves it by at most half a unit in its last place.
 
-    Pass it the whole optimizer: `with_loss_scale(with_master_weights(optax.chain(…)))`.
-    If something changes its updates afterwards, the parameters are no longer the
-    rounded master weights, and each step loses the low bits of these. Two such mistakes
-    raise an error, in `init` of `with_loss_scale` and in `value_and_scaled_grad` and
-    `scale_gradient` if they are given the state:
+    Pass the whole optimizer: `with_loss_scale(with_master_weights(optax.chain(…)))`. If
+    something changes the updates of `with_master_weights` afterwards, the parameters
+    are no longer the rounded master weights, and each step loses the low bits of these.
+    Two kinds of mistakes raise an error, in the `init` of `with_loss_scale`, and also
+    in `value_and_scaled_grad` and `scale_gradient` if these are given the state:
 
-    - another of Optax's transformations after it in a chain, and
-    - `optax.lookahead`, or `mechanize`, `sam` or `schedule_free` of `optax.contrib`,
-      around it.
+    - another of Optax's transformations after this one in a chain, and
+    - a wrapper around it that replaces its updates: `optax.lookahead`, or `mechanize`,
+      `sam` or `schedule_free` of `optax.contrib`.
 
     Any other change may go undetected, such as one by a transformation of your own.
     `testing.assert_scale_invariant` detects it for float16 parameters but not for

@@ -220,15 +220,17 @@ def with_loss_scale(
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it accepts the gradients of a scaled loss.
 
-    By default, each step computes the following::
+    By default, each step computes the following. `value` is the loss; in a step that is
+    not given the loss, `isfinite(value)` stands for True::
 
-        grads = scaled_grads / loss_scale  # in float32
+        grads = scaled_grads / loss_scale  # in float32 or wider
         finite = all_finite(grads)
-        if finite:
+        if finite and isfinite(value):
             updates, inner_state = inner.update(grads, inner_state, params)
         else:
             updates = zeros
-        loss_scale = loss_scale.adjust(finite)
+        if isfinite(value):
+            loss_scale = loss_scale.adjust(finite)
 
     The scaled gradients come from `value_and_scaled_grad` or from a loss function that
     returns `scale_gradient(loss, state)`. The method `minimize` computes them itself.

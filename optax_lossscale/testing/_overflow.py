@@ -71,9 +71,9 @@ def assert_survives_overflow(
       much as an argument does counts as its new value. If it is not, list it in
       `ignore`. Examples are an autoencoder's prediction, and a loss that is multiplied
       by a weight, if that weight is an array among the arguments. Parameters are
-      changed, too, so a skipped step that puts them back into a set, such as those that
-      a pruning mask keeps, counts as one that changes them: pass what it returns to
-      `where_applied` as well.
+      changed in this way, too. If the step then projects them, for example by a pruning
+      mask, it changes them even when it is skipped, which is reported: pass the
+      projected parameters to `where_applied` as well.
 
     A new value that does not depend on the old one may go unchecked, such as a running
     maximum that is still 0 and that the batch exceeds. Test such a step with a later
