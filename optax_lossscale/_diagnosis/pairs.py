@@ -35,9 +35,9 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.walk import programs_in
 
 # Options with which XLA compiles faster on CPUs, because it optimizes less: a
-# convolutional network of six layers in half the time (jax 0.10). Most pieces run so
-# few times that compiling them without these options would take longer than running
-# them.
+# convolutional network of six layers took half the processor time (jax 0.10). Most
+# pieces run so few times that compiling them without these options would take longer
+# than running them.
 _FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,

@@ -234,9 +234,6 @@ class HeadroomLossScale(LossScale):
         exponent = _OVERFLOW_BITS - self.margin - self._largest() - self._reserve
         return (self._overflows > 0) & (exponent < -_MAX_EXPONENT)
 
-    def _upper_bound(self) -> float:
-        return 2.0**_MAX_EXPONENT
-
     def _after_overflow(self) -> Self:
         """Lowers the scale after an overflow or excuses the overflow."""
         is_excused = self._overflows < 0
