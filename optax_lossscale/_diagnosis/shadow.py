@@ -31,7 +31,7 @@ from optax_lossscale._diagnosis.notes import Note, Origin, note_of
 from optax_lossscale._diagnosis.pairs import Pair, Widths, pair_of
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, notes_of
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._diagnosis.old_operations import Trait, traits
 from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
 # The least time between two lines of progress, in seconds.
