@@ -11,12 +11,14 @@ from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._arrays import messages, validation
 from optax_lossscale._autocast.narrow import narrow
 from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._autocast.recompute import recompute
 from optax_lossscale._programs.call import as_program
+from optax_lossscale._programs.values import HALVES
 
 SCOPE = "ols.autocast"
 """The `jax.named_scope` in which `autocast` runs programs."""
@@ -133,8 +135,7 @@ def autocast(fun: Callable[..., Any] = _MISSING, dtype: Any = jnp.float16) -> An
     if fun is _MISSING:
         return _Decorator(dtype)
     validation.check_function("fun", fun)
-    low = validation.floating_dtype("dtype", dtype)
-    validation.one_of("dtype", str(low), ("float16", "bfloat16"))
+    low = _low_dtype(dtype)
 
     @functools.wraps(fun)
     def autocasted_fun(*args, **kwargs):
@@ -156,3 +157,13 @@ def autocast(fun: Callable[..., Any] = _MISSING, dtype: Any = jnp.float16) -> An
             return call.to_result(map(jnp.asarray, results))
 
     return autocasted_fun
+
+
+def _low_dtype(dtype: Any) -> np.dtype:
+    try:
+        low = np.dtype(dtype)
+    except TypeError:  # no dtype at all
+        low = None
+    if low not in HALVES:
+        messages.refuse("dtype", dtype, "float16 or bfloat16")
+    return low

@@ -210,9 +210,8 @@ class _Values:
     def put(self, variables: Iterable[Var], arrays: Iterable[Any]) -> None:
         """Adds values, in the dtypes in which they were traced or in 16 bits."""
         for v, x in zip(variables, arrays, strict=True):
-            if v in self._rounded_at_once:
-                x = astype(x, self._low)
-            self._stored[v] = x
+            is_rounded = v in self._rounded_at_once
+            self._stored[v] = astype(x, self._low) if is_rounded else x
 
     def stored(self, atoms: Iterable[Atom]) -> list[Any]:
         """Returns values as they were put."""
@@ -266,8 +265,9 @@ class _Narrow:
         active = active_in(program, of_arguments)
         # Whoever passes an argument has rounded it already, if it is to be.
         rounded = {
-            v for v in active.difference(ins)
-            if PRODUCT <= readers.get(v, NONE) <= PRODUCT | SUM
+            v
+            for v in active.intersection(readers).difference(ins)
+            if PRODUCT <= readers[v] <= PRODUCT | SUM
         }
 
         def run(args):
@@ -327,29 +327,14 @@ class _Narrow:
                 function = self.function(program, of_results, of_arguments)
                 self._functions[key] = traced_once(eqn, function)
             functions.append(self._functions[key])
-        operands = self._operands(eqn, values, _readers_inside(eqn, readers))
+        carried = carry_positions(eqn)
+        operands = []
+        for n, v in enumerate(eqn.invars):
+            is_inside = n >= first_inner_operand(eqn) and n not in carried
+            operands += values.stored([v]) if is_inside else values.traced([v])
         if name_of(eqn) in ("custom_jvp_call", "custom_vjp_call"):
             return self._with_rule(eqn, operands, *functions)
         return enter(eqn, operands, functions)
-
-    def _operands(
-        self, eqn: JaxprEqn, values: _Values, inside: Sequence[Readers]
-    ) -> list[Any]:
-        """Returns the operands of an equation, whose programs read them `inside`."""
-        first_inner = first_inner_operand(eqn)
-        operands = values.traced(eqn.invars[:first_inner])
-        carried = carry_positions(eqn)
-        for n, v in enumerate(eqn.invars[first_inner:], first_inner):
-            if n in carried:
-                operands += values.traced([v])
-            # What only products read in each iteration, as a recurrent weight, is
-            # rounded once, outside of the loop. (But not the rows of a scan: a rounded
-            # copy of them all would be alive at once.)
-            elif n < carried.start and inside[n - first_inner] == PRODUCT:
-                operands += values.rounded([v])
-            else:
-                operands += values.stored([v])
-        return operands
 
     def _with_rule(
         self, eqn: JaxprEqn, operands: Arrays, function: Function

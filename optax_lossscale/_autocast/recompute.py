@@ -15,10 +15,13 @@ reads, and a few reductions (see `_keeps`), and nothing else.
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.cached import cached_by_program
@@ -27,11 +30,16 @@ from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.lines import at_line_of
 from optax_lossscale._programs.operations import CHEAP, REARRANGES, REDUCES
 from optax_lossscale._programs.products import holds_product, is_product
-from optax_lossscale._programs.values import is_inexact, size_of, variables
+from optax_lossscale._programs.values import (
+    dtype_in,
+    is_inexact,
+    lengths_of,
+    size_of,
+    variables,
+)
 from optax_lossscale._programs.versions import AnyJaxpr, bind, name_of, open_jaxpr
 from optax_lossscale._programs.walk import (
     has_shardings,
-    producers_in,
     programs_in,
     result_programs,
 )
@@ -70,11 +78,9 @@ def _is_cheap_program(program: AnyJaxpr) -> bool:
     return all(map(is_cheap, open_jaxpr(program).eqns))
 
 
-@cached_by_program
-def stored_in(program: AnyJaxpr) -> frozenset[Var]:
-    """Returns the values of a flat program that are stored."""
-    eqns, _, outs, _ = flat(program)
-    is_larger = _take_more_bytes_than_sources(eqns)
+def stored_in(eqns: Sequence[JaxprEqn], outs: Iterable[Any]) -> set[Var]:
+    """Returns the values of a program with results `outs` that are stored."""
+    sources = sources_in(eqns)
     stored: set[Var] = set()
     # The equations, by position, and the results that depend on each value through
     # values that are not stored
@@ -82,20 +88,20 @@ def stored_in(program: AnyJaxpr) -> frozenset[Var]:
     for n, eqn in reversed(list(enumerate(eqns))):
         of_eqn: set[int | str] = set()
         of_eqn.update(*(readers.get(v, ()) for v in eqn.outvars))
-        is_repeated = is_cheap(eqn) and (len(of_eqn) < 2 or is_larger.issuperset(eqn.outvars))
-        if not is_repeated:
+        is_small = len(of_eqn) > 1 and not sources.keys() >= set(eqn.outvars)
+        if is_small or not is_cheap(eqn):
             stored.update(eqn.outvars)
             of_eqn = {n}
         for v in variables(eqn.invars):
             readers.setdefault(v, set()).update(of_eqn)
-    return frozenset(stored)
+    return stored
 
 
-def _take_more_bytes_than_sources(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """Returns values that take as many bytes as what they are computed from, or more.
+def sources_in(eqns: Iterable[JaxprEqn]) -> dict[Var, set[Var]]:
+    """Returns the values that take as many bytes as their sources, or more, with these.
 
-    A cheap value is computed from stored values, which are its sources. They are those
-    of its operands, until these take more bytes than it does: then it is a source.
+    The sources of a cheap value are those of its operands. But an operand that takes
+    fewer bytes than its sources is a source itself, and so is one that is not cheap.
     """
     sources: dict[Var, set[Var]] = {}
     for eqn in eqns:
@@ -106,7 +112,35 @@ def _take_more_bytes_than_sources(eqns: Sequence[JaxprEqn]) -> set[Var]:
         of_eqn.update(*(sources.get(v, {v}) for v in variables(eqn.invars)))
         if _count_bytes(of_eqn) <= _count_bytes(eqn.outvars):
             sources.update(dict.fromkeys(eqn.outvars, of_eqn))
-    return set(sources)
+    return sources
+
+
+def with_small_names(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Moves each name from a value to its sources, if these take fewer bytes.
+
+    A policy of `jax.checkpoint` saves what has a name. If it is a product plus a bias
+    in float32, what is saved is then the product in 16 bits.
+    """
+    sources = sources_in(eqns)
+    producers = producers_of(eqns)
+    moved = []
+    for eqn in eqns:
+        (named,) = variables(eqn.invars) if name_of(eqn) == "name" else [None]
+        of_named = sources.get(named)
+        if of_named is None or _count_bytes(of_named) == _count_bytes([named]):
+            moved.append(eqn)
+            continue
+        new = {v: v for v in of_named}
+        for v in new.keys() & producers.keys():
+            new[v] = Var(v.aval)
+            moved.append(eqn.replace(invars=[v], outvars=[new[v]]))
+        for cheap in cone_of([named], new, producers).eqns:
+            invars = [v if isinstance(v, Literal) else new[v] for v in cheap.invars]
+            for v in cheap.outvars:
+                new[v] = eqn.outvars[0] if v is named else Var(v.aval)
+            outvars = [new[v] for v in cheap.outvars]
+            moved.append(cheap.replace(invars=invars, outvars=outvars))
+    return moved
 
 
 def _count_bytes(values: Iterable[Var]) -> int:
@@ -114,6 +148,57 @@ def _count_bytes(values: Iterable[Var]) -> int:
 
 
 # --- The program as a function ---
+
+Producers = Mapping[Var, tuple[int, JaxprEqn]]
+"""The equation that computes each value, and its position in the program."""
+
+
+class _Cone(NamedTuple):
+    """Cheap equations, as a function from a list of arrays to a list of arrays.
+
+    Attributes:
+      eqns: the equations, in the order of the program.
+      inputs: the stored values that they read.
+      targets: the values that are computed.
+    """
+
+    eqns: list[JaxprEqn]
+    inputs: list[Var]
+    targets: list[Var]
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        values = dict(zip(self.inputs, arrays, strict=True))
+        for eqn in self.eqns:
+            operands = _read(eqn.invars, values)
+            with at_line_of(eqn):
+                values.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
+        return _read(self.targets, values)
+
+
+def producers_of(eqns: Iterable[JaxprEqn]) -> Producers:
+    """Returns the producer of each value."""
+    return {v: (n, eqn) for n, eqn in enumerate(eqns) for v in eqn.outvars}
+
+
+def cone_of(targets: list[Var], values: Collection[Var], producers: Producers) -> _Cone:
+    """Returns the equations between stored `values` and others, the `targets`."""
+    eqns: dict[int, JaxprEqn] = {}
+    inputs: dict[Var, None] = {}
+    unvisited = list(targets)
+    while unvisited:
+        v = unvisited.pop()
+        if v in values:
+            inputs[v] = None
+            continue
+        position, eqn = producers[v]
+        if position not in eqns:
+            eqns[position] = eqn
+            unvisited += variables(eqn.invars)
+    return _Cone([eqns[n] for n in sorted(eqns)], list(inputs), targets)
+
+
+def _read(atoms: Iterable[Any], values: Mapping[Var, Any]) -> list[Any]:
+    return [v.val if isinstance(v, Literal) else values[v] for v in atoms]
 
 
 class _Recompute:
@@ -129,9 +214,10 @@ class _Recompute:
 
     def function(self, program: AnyJaxpr) -> Function:
         """Returns a program as a function of its arguments."""
-        eqns, ins, outs, consts = flat(program)
-        stored = stored_in(program)
-        producers = producers_in(eqns)
+        _, ins, outs, consts = flat(program)
+        eqns = with_small_names(flat(program).eqns)
+        stored = stored_in(eqns, outs)
+        producers = producers_of(eqns)
 
         def run(args):
             values = dict(consts)
@@ -139,125 +225,113 @@ class _Recompute:
 
             def read(atoms):
                 missing = [v for v in variables(atoms) if v not in values]
-                computed = self._compute(dict.fromkeys(missing), values, producers)
-                known = values | computed
-                return [v.val if isinstance(v, Literal) else known[v] for v in atoms]
+                computed = self._compute(
+                    list(dict.fromkeys(missing)), values, producers
+                )
+                return _read(atoms, ChainMap(computed, values))
 
             for eqn in eqns:
-                if is_cheap(eqn):
-                    results = read([v for v in eqn.outvars if v in stored])
-                else:
+                if not is_cheap(eqn):
                     results = self._results(eqn, read(eqn.invars))
-                values.update(zip(eqn.outvars, results))
+                    values.update(zip(eqn.outvars, results, strict=True))
+                elif not stored.isdisjoint(eqn.outvars):
+                    results = read(eqn.outvars)
+                    if self._prevent_cse and name_of(eqn) == "convert_element_type":
+                        # Else XLA would leave out a rounding for those who cast the
+                        # value back, and store it in float32 as well.
+                        results = lax.optimization_barrier(results)
+                    values.update(zip(eqn.outvars, results, strict=True))
             return read(outs)
 
         return run
 
     def _results(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Computes the results of an equation that is not cheap."""
+        programs = result_programs(eqn)
+        if not is_entered(eqn) or name_of(eqn) == "while" or has_shardings(eqn):
+            programs = []
         with at_line_of(eqn):
-            if not _is_looked_into(eqn):
+            if not any(map(holds_product, programs)):
                 return bind(eqn, operands)
+            of_program = self.function
+            if name_of(eqn) == "remat2":
+                of_program = _as_it_is
             functions = []
-            for program in result_programs(eqn):
+            for program in programs:
                 if id(program) not in self._functions:
-                    function = traced_once(eqn, self.function(program))
+                    function = traced_once(eqn, of_program(program))
                     self._functions[id(program)] = function
                 functions.append(self._functions[id(program)])
             with eqn.ctx.manager:
                 return enter(eqn, operands, functions)
 
     def _compute(
-        self,
-        targets: Collection[Var],
-        values: Mapping[Var, Any],
-        producers: Mapping[Var, JaxprEqn],
+        self, targets: list[Var], values: Mapping[Var, Any], producers: Producers
     ) -> dict[Var, Any]:
-        """Computes values from stored ones, all together."""
-        if not targets:
-            return {}
-        cone, inputs = _cone(targets, values, producers)
-
-        def function(arrays):
-            local = dict(zip(inputs, arrays, strict=True))
-            for eqn in cone:
-                operands = [
-                    v.val if isinstance(v, Literal) else local[v] for v in eqn.invars
-                ]
-                with at_line_of(eqn):
-                    local.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-            return [local[v] for v in targets]
-
-        if any(map(_computes_floats, cone)):
-            function = jax.checkpoint(
-                function, prevent_cse=self._prevent_cse, policy=_policy(cone, targets)
-            )
-        arrays = function([values[v] for v in inputs])
-        return dict(zip(targets, arrays, strict=True))
+        """Computes values from stored ones, in a cone for those worth a checkpoint."""
+        computed = []
+        others = []
+        for v in targets:
+            is_computed = _is_worth_recomputing(cone_of([v], values, producers).eqns)
+            (computed if is_computed else others).append(v)
+        results = {}
+        for some in filter(None, [computed, others]):
+            cone = cone_of(some, values, producers)
+            function = cone.__call__
+            if some is computed:
+                function = jax.checkpoint(
+                    function, prevent_cse=self._prevent_cse, policy=_policy(cone)
+                )
+            arrays = function([values[v] for v in cone.inputs])
+            results.update(zip(some, arrays, strict=True))
+        return results
 
 
-def _cone(
-    targets: Iterable[Var],
-    values: Collection[Var],
-    producers: Mapping[Var, JaxprEqn],
-) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns the equations between stored values and others, and these stored values.
+def _as_it_is(program: AnyJaxpr) -> Function:
+    """Returns a program in a `jax.checkpoint` of the user, with its names moved."""
+    eqns, ins, outs, consts = flat(program)
+    cone = _Cone(with_small_names(eqns), [*consts, *ins], outs)
+    return lambda args: cone([*consts.values(), *args])
 
-    Args:
-      targets: what is to be computed.
-      values: what is stored.
-      producers: the producers of all values, in the order of the program.
+
+def _is_worth_recomputing(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether equations compute floats, in about one pass over memory.
+
+    What is only rearranged, such as a weight that is cast, gains nothing, and a loop
+    would cast it in each iteration. And each level of an associative scan, which pads
+    between elements, is a pass of its own.
     """
-    needed: dict[Var, None] = {}
-    unvisited = list(targets)
-    while unvisited:
-        v = unvisited.pop()
-        if v in needed:
-            continue
-        needed[v] = None
-        if v not in values:
-            unvisited += variables(producers[v].invars)
-    inputs = [v for v in needed if v in values]
-    cone = {id(eqn): eqn for v, eqn in producers.items() if v in needed and v not in values}
-    return list(cone.values()), inputs
-
-
-def _is_looked_into(eqn: JaxprEqn) -> bool:
-    """Whether the backward pass through the programs in an equation is ours to decide.
-
-    A `jax.checkpoint` is the user's, and a `while` has no backward pass.
-    """
-    if not is_entered(eqn) or name_of(eqn) in ("remat2", "while") or has_shardings(eqn):
+    pads = [eqn.params.get("padding_config", ()) for eqn in eqns]
+    if any(interior for config in pads for _, _, interior in config):
         return False
-    return any(map(holds_product, programs_in(eqn)))
+    return any(
+        name_of(eqn) not in REARRANGES and any(map(is_inexact, eqn.outvars))
+        for eqn in eqns
+    )
 
 
-def _computes_floats(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes floats, instead of only rearranging them."""
-    return name_of(eqn) not in REARRANGES and any(map(is_inexact, eqn.outvars))
-
-
-def _policy(
-    cone: Iterable[JaxprEqn], targets: Iterable[Var]
-) -> Callable[..., bool] | None:
+def _policy(cone: _Cone) -> Callable[..., bool] | None:
     """Returns the policy by which a cone keeps reductions; None if it has none to keep.
 
     A reduction of many terms to few is kept, since to compute it again is another pass
     over memory. An exception are sums over rows, such as of a softmax, if the cone also
     returns an array as large as what they sum: the kernel that reads the rows sums them.
     """
-    largest = max(size_of(v.aval) for v in targets)
+    largest = max(size_of(v.aval) for v in cone.targets)
 
     def is_kept(primitive, *avals, **params):
         if primitive.name not in REDUCES:
             return False
-        operand = avals[0]
-        n_terms = math.prod(operand.shape[axis] for axis in params["axes"])
-        is_over_rows = params["axes"] == (operand.ndim - 1,)
-        is_fused = is_over_rows and largest >= size_of(operand)
+        # JAX cannot save complex numbers by a policy.
+        if not jnp.issubdtype(dtype_in(avals[0]), jnp.floating):
+            return False
+        lengths = lengths_of(avals[0])
+        n_terms = math.prod(lengths[axis] for axis in params["axes"])
+        is_over_rows = params["axes"] == (len(lengths) - 1,)
+        is_fused = is_over_rows and largest >= math.prod(lengths)
         return n_terms >= _FEWEST_TERMS and not is_fused
 
-    for eqn in cone:
+    for eqn in cone.eqns:
         avals = [v.aval for v in eqn.invars]
         if is_kept(eqn.primitive, *avals, **eqn.params):
             return is_kept

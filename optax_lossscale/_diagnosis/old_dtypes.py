@@ -24,11 +24,18 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.equations import keeps_numbers
+from optax_lossscale._diagnosis.old_operations import TABLE, Trait, traits
+from optax_lossscale._diagnosis.old_walk import programs_in
+from optax_lossscale._diagnosis.old_work import (
+    asks_for_highest,
+    count_results,
+    count_terms,
+    is_product,
+)
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.call import as_program
 from optax_lossscale._programs.lines import is_made_by_optax, line_of
-from optax_lossscale._diagnosis.old_operations import TABLE, Trait, traits
 from optax_lossscale._programs.values import (
     HALVES,
     Atom,
@@ -37,13 +44,6 @@ from optax_lossscale._programs.values import (
     is_inexact,
 )
 from optax_lossscale._programs.versions import mapped_axes, name_of, open_jaxpr
-from optax_lossscale._diagnosis.old_walk import programs_in
-from optax_lossscale._diagnosis.old_work import (
-    asks_for_highest,
-    count_results,
-    count_terms,
-    is_product,
-)
 
 
 class Operation(NamedTuple):

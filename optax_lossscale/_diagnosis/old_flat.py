@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from optax_lossscale._diagnosis.old_operations import Trait, traits
+from optax_lossscale._diagnosis.old_walk import has_shardings, programs_in
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.lines import users_line
-from optax_lossscale._diagnosis.old_operations import Trait, traits
 from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import (
     AnyJaxpr,
@@ -22,7 +23,6 @@ from optax_lossscale._programs.versions import (
     constants,
     open_jaxpr,
 )
-from optax_lossscale._diagnosis.old_walk import has_shardings, programs_in
 
 # A program of more equations stays a call. A heuristic: the bound is far above the
 # length of helpers such as `jax.nn.softmax`, which has about ten equations.

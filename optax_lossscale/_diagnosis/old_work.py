@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._diagnosis.old_operations import Trait, row_of, traits
+from optax_lossscale._diagnosis.old_walk import programs_in
+from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.values import Atom, lengths_of, shape_in
 from optax_lossscale._programs.versions import AnyJaxpr, open_jaxpr
-from optax_lossscale._diagnosis.old_walk import programs_in
 
 
 def is_product(eqn: JaxprEqn) -> bool:

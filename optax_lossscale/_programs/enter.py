@@ -14,8 +14,6 @@ cast to these dtypes.
 To run another operation in this way, give it a trait and add a function to `_ENTER`.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,49 +4,53 @@ The names are those of primitives, as jaxprs print them. An operation in no set 
 computed in the dtypes in which it was traced, and is not computed again.
 """
 
-PRODUCTS = frozenset(
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+PRODUCTS = _named(
     """
     conv_general_dilated dot_general ragged_dot_general scaled_dot
     scaled_matmul_wrapper
-    """.split()
+    """
 )
 """Matrix products and convolutions; `products.py` says which of them sum nothing."""
 
-SUMS = frozenset(["add", "add_any"])
+SUMS = _named("add add_any")
 """Sums of two operands, as of a residual connection."""
 
-MOVES = frozenset(
+MOVES = _named(
     """
     copy dynamic_slice optimization_barrier reshape rev slice split squeeze
-    stop_gradient transpose
-    unstack
-    """.split()
+    stop_gradient transpose unstack
+    """
 )
 """Return elements of their first operand as they are, so rounding commutes with them."""
 
-SPREADS = frozenset("all_gather all_gather_reduced pvary".split())
+SPREADS = _named("all_gather all_gather_reduced pvary")
 """Copy an array to several devices, so that its gradient is a sum over devices."""
 
-SENDS = SPREADS | frozenset(
+SENDS = SPREADS | _named(
     """
     all_gather_invariant all_to_all name ppermute reshard sharding_constraint
-    """.split()
+    """
 )
 """Move elements at a price by the byte: to another device, or into what is saved."""
 
-REARRANGES = MOVES | frozenset(
-    "broadcast_in_dim concatenate convert_element_type gather pad stack tile".split()
+REARRANGES = MOVES | _named(
+    "broadcast_in_dim concatenate convert_element_type gather pad stack tile"
 )
 """Compute nothing: to compute them again saves no work and may save memory."""
 
-REDUCES = frozenset("reduce_max reduce_min reduce_prod reduce_sum".split())
+REDUCES = _named("reduce_max reduce_min reduce_prod reduce_sum")
 """Combine the elements along their parameter `axes` into one."""
 
 CHEAP = (
     (REARRANGES - {"optimization_barrier"})
     | REDUCES
     | SUMS
-    | frozenset(
+    | _named(
         """
         abs acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt ceil clamp
         complex conj cos cosh custom_jvp_call div dynamic_update_slice eq erf erf_inv
@@ -56,7 +60,7 @@ CHEAP = (
         round rsqrt scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
         select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
         sqrt square sub tan tanh xor
-        """.split()
+    """
     )
 )
 """Take one pass over memory at most, and none where a compiler fuses them.
@@ -64,18 +68,18 @@ CHEAP = (
 A `jit` or `custom_jvp_call` is cheap if all that it holds is.
 """
 
-OPAQUE = frozenset(
+OPAQUE = _named(
     """
     call_exported call_tf core_map cudnn_fusion
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper
     ffi_call io_callback mosaic_gpu_call mpmd_map pallas_call pure_callback
     tpu_custom_call triton_kernel_call
-    """.split()
+    """
 )
 """Run code that no jaxpr shows, or that stands for a kernel and not for arrays."""
 
-CALLS = frozenset("closed_call eval_jaxpr jit remat_opt".split())
+CALLS = _named("closed_call eval_jaxpr jit remat_opt")
 """Do nothing but run their program, so its equations may stand in their place."""
 
 HOLDERS = {
