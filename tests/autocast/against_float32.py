@@ -111,19 +111,25 @@ def is_program(x):
     return hasattr(getattr(x, "jaxpr", x), "eqns")
 
 
-NEED_DIGITS = (
-    "cumsum cumprod exp exp2 expm1 log log1p pow reduce_prod reduce_sum".split()
-)
+NEED_DIGITS = {
+    *("cumprod", "cumsum", "exp", "exp2", "expm1", "log", "log1p", "pow"),
+    *("reduce_prod", "reduce_sum"),
+}
 
 
-def in_16_bits(eqn, many):
-    """Whether it is a sum of many terms, or has another range than what it reads."""
-    operand = eqn.invars[0].aval if eqn.invars else None
-    if eqn.primitive.name not in NEED_DIGITS or operand.dtype.itemsize != 2:
-        return False
-    axes = eqn.params.get("axes", range(operand.ndim))
-    is_sum = eqn.primitive.name == "reduce_sum"
-    return not is_sum or np.prod([operand.shape[n] for n in axes]) >= many
+def sums_in_16_bits(fun, *args, many=64):
+    """The sums of many terms, and what has another range than its operand, in 16 bits."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr):
+        if eqn.primitive.name not in NEED_DIGITS:
+            continue
+        operand = eqn.invars[0].aval
+        axes = eqn.params.get("axes", range(operand.ndim))
+        is_short = np.prod([operand.shape[n] for n in axes]) < many
+        is_sum = eqn.primitive.name == "reduce_sum"
+        if operand.dtype.itemsize == 2 and not (is_sum and is_short):
+            found.append(eqn)
+    return found
 
 
 def other_dtypes(dtype, fun, *args, many=64):
@@ -132,16 +138,7 @@ def other_dtypes(dtype, fun, *args, many=64):
     found = []
     if any(p.dtype != dtype and not p.by_choice for p in report.products):
         found.append(f"not all products are in {jnp.dtype(dtype)}:\n{report}")
-    narrow = [
-        eqn
-        for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)
-        if jnp.issubdtype(
-            getattr(eqn.outvars[0].aval if eqn.outvars else None, "dtype", int),
-            jnp.floating,
-        )
-        and in_16_bits(eqn, many)
-    ]
-    if narrow:
+    if narrow := sums_in_16_bits(fun, *args, many=many):
         found.append(f"there are sums or exponentials in 16 bits:\n{narrow}")
     return found
 
