@@ -16,11 +16,12 @@ reads, and a few reductions (see `_keeps`), and nothing else.
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -28,7 +29,12 @@ from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.enter import Function, enter, is_entered, traced_once
 from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.lines import at_line_of
-from optax_lossscale._programs.operations import CHEAP, REARRANGES, REDUCES
+from optax_lossscale._programs.operations import (
+    CHEAP,
+    HOLDERS,
+    REARRANGES,
+    REDUCES,
+)
 from optax_lossscale._programs.products import holds_product, is_product
 from optax_lossscale._programs.values import (
     dtype_in,
@@ -65,12 +71,12 @@ def recompute(program: AnyJaxpr, prevent_cse: bool) -> Function:
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation, and all in it, takes one pass over memory at most."""
-    if eqn.effects or is_product(eqn):
-        return False
     # A `dot_general` that is no product multiplies each element once.
-    if name_of(eqn) not in CHEAP | {"dot_general"}:
+    if name_of(eqn) not in CHEAP | {"dot_general"} or eqn.effects:
         return False
-    return all(map(_is_cheap_program, programs_in(eqn)))
+    if name_of(eqn) in HOLDERS:
+        return all(map(_is_cheap_program, programs_in(eqn)))
+    return not is_product(eqn)
 
 
 @cached_by_program
@@ -121,6 +127,8 @@ def with_small_names(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     A policy of `jax.checkpoint` saves what has a name. If it is a product plus a bias
     in float32, what is saved is then the product in 16 bits.
     """
+    if "name" not in map(name_of, eqns):
+        return list(eqns)
     sources = sources_in(eqns)
     producers = producers_of(eqns)
     moved = []
@@ -174,6 +182,35 @@ class _Cone(NamedTuple):
                 values.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
         return _read(self.targets, values)
 
+    def key(self) -> tuple[Any, ...]:
+        """Returns what is equal for cones that compute the same, by the same lines.
+
+        It may not be hashable, because it holds the parameters of the operations.
+        """
+        values = [*self.inputs, *(v for eqn in self.eqns for v in eqn.outvars)]
+        position = {v: n for n, v in enumerate(values)}
+
+        def key_of(v):
+            if isinstance(v, Literal):
+                return v.aval, np.asarray(v.val).tobytes()  # tells 0.0 from -0.0
+            return position[v]
+
+        return (
+            tuple(v.aval for v in self.inputs),
+            tuple(map(key_of, self.targets)),
+            *(
+                (
+                    eqn.primitive,
+                    tuple(eqn.params.items()),
+                    eqn.ctx,
+                    eqn.source_info.traceback,
+                    eqn.source_info.name_stack,
+                    tuple(map(key_of, eqn.invars)),
+                )
+                for eqn in self.eqns
+            ),
+        )
+
 
 def producers_of(eqns: Iterable[JaxprEqn]) -> Producers:
     """Returns the producer of each value."""
@@ -211,6 +248,7 @@ class _Recompute:
     def __init__(self, prevent_cse: bool):
         self._prevent_cse = prevent_cse
         self._functions: dict[int, Function] = {}
+        self._cones: dict[Hashable, Function] = {}
 
     def function(self, program: AnyJaxpr) -> Function:
         """Returns a program as a function of its arguments."""
@@ -236,7 +274,7 @@ class _Recompute:
                     values.update(zip(eqn.outvars, results, strict=True))
                 elif not stored.isdisjoint(eqn.outvars):
                     results = read(eqn.outvars)
-                    if self._prevent_cse and name_of(eqn) == "convert_element_type":
+                    if name_of(eqn) == "convert_element_type":
                         # Else XLA would leave out a rounding for those who cast the
                         # value back, and store it in float32 as well.
                         results = lax.optimization_barrier(results)
@@ -277,14 +315,24 @@ class _Recompute:
         results = {}
         for some in filter(None, [computed, others]):
             cone = cone_of(some, values, producers)
-            function = cone.__call__
-            if some is computed:
-                function = jax.checkpoint(
-                    function, prevent_cse=self._prevent_cse, policy=_policy(cone)
-                )
+            function = self._checkpointed(cone) if some is computed else cone
             arrays = function([values[v] for v in cone.inputs])
             results.update(zip(some, arrays, strict=True))
         return results
+
+    def _checkpointed(self, cone: _Cone) -> Function:
+        """Returns a cone under a checkpoint, which JAX traces once for cones alike."""
+        key = cone.key()
+        try:
+            known = self._cones.get(key)
+        except TypeError:  # not hashable
+            key, known = id(cone), None
+        if known is None:
+            known = jax.checkpoint(
+                cone.__call__, prevent_cse=self._prevent_cse, policy=_policy(cone)
+            )
+            self._cones[key] = known
+        return known
 
 
 def _as_it_is(program: AnyJaxpr) -> Function:
