@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -381,6 +383,24 @@ def test_a_module_that_is_called_is_a_function():
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu)
     assert_close(ols.autocast(lambda x: model(x))(X), model(X), 0.005)
     assert products(ols.autocast(lambda x: model(x)), X) == {"float16": 1}
+
+
+def test_an_nnx_step_keeps_no_old_parameter_alive():
+    model, freed = Model(), []
+    for _ in range(3):
+        nnx.grad(ols.autocast(nnx_loss))(model, X)
+        param = jax.tree.leaves(nnx.state(model, nnx.Param))[0]
+        weakref.finalize(param, freed.append, 1)
+        del param
+        nnx.update(model, jax.tree.map(lambda x: x + 1, nnx.state(model, nnx.Param)))
+    gc.collect()
+    assert len(freed) >= 3
+
+
+def test_an_nnx_step_leaks_no_tracer():
+    with jax.checking_leaks():
+        step = nnx.jit(nnx.value_and_grad(ols.autocast(nnx_loss)))
+        assert np.isfinite(step(Model(), X)[0])
 
 
 class Stack(nnx.Module):

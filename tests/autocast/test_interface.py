@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_float32 import assert_close, normal, products
+from against_float32 import assert_close, equations, normal, products
 from flax import nnx
 from jax import lax
 from jax.extend.core import Literal
@@ -498,6 +498,28 @@ def test_preferred_element_types_are_kept():
     assert kinds(cast) == kinds(exact)
     assert_close(cast, exact, 0.005)
     np.testing.assert_array_equal(cast[1:], exact[1:])
+
+
+def test_a_stream_that_is_cast_by_hand_stays_in_16_bits():
+    """As a transformer's with norms before its layers, which no product reads."""
+
+    def stream(dtype):
+        def fun(w, x):
+            x = (x @ w).astype(dtype)
+            for _ in range(3):
+                x = x + (jax.nn.standardize(x.astype(F32)) @ w).astype(dtype)
+            return jnp.mean(x.astype(F32) ** 2)
+
+        jaxpr = jax.make_jaxpr(ols.autocast(fun))(W, X).jaxpr
+        sums = [e for e in equations(jaxpr) if e.primitive.name == "add"]
+        return [
+            str(e.outvars[0].aval.dtype) for e in sums if e.outvars[0].aval.size > 8
+        ]
+
+    assert set(stream(F16)) == {"float16"}
+    assert set(stream(F32)) == {"float32"}
+    fun = lambda w, x: jnp.tanh((x @ w).astype(F16) + F16(1)).astype(F32)
+    assert products(ols.autocast(fun), W, X) == {"float16": 1}
 
 
 # --- what surrounds it ---
