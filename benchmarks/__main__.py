@@ -5,7 +5,6 @@ python -m benchmarks                 # all that it costs on this machine: 25 min
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same, compiled for GPUs and TPUs but not run
 python -m benchmarks autocast        # models under autocast, compiled likewise; 10 minutes
-python -m benchmarks rules           # what each rule of autocast buys; 15 minutes
 python -m benchmarks policies        # loss scales side by side; 27 minutes
 python -m benchmarks skips           # the tables of docs/benchmarks/skips.md; 15 minutes
 
@@ -22,7 +21,6 @@ COMMANDS = {
     "gpu": ".",
     "accelerators": ".[compilers]",
     "autocast": ".[compilers]",
-    "rules": ".[compilers]",
     "policies": ".[benchmarks]",
     "skips": ".[benchmarks]",
 }

@@ -3,10 +3,9 @@
 It reads the traced program and runs nothing. A row collects the products of one kind on
 one line, as in
 
-    float16 × float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
+    float32  50.0%  1 dot_general  model.py:12 (Block.__call__)
 
-where half of all multiplications are in a product of an array in float16 and one in
-float32, which is computed in float32.
+where half of all multiplications are in a product that is computed in float32.
 """
 
 import math
@@ -143,11 +142,11 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     """
     validation.check_function("fun", fun)
     with as_program(fun, args, kwargs) as call:
-        return DtypeReport(_products_in(call.program, usual_precision()))
+        return DtypeReport(products_in(call.program, usual_precision()))
 
 
 @cached_by_program
-def _products_in(
+def products_in(
     program: AnyJaxpr, usual: Any, outer_line: str = ""
 ) -> tuple[Product, ...]:
     """Returns the products in a program and in those inside it, of each kind once.
@@ -162,7 +161,7 @@ def _products_in(
         line = line_of(eqn, outer_line)
         found = [_product(eqn, usual, line)] if is_product(eqn) else []
         for inner in programs_in(eqn):
-            for product in _products_in(inner, usual, line):
+            for product in products_in(inner, usual, line):
                 times = _times_run(eqn) * product.multiplications
                 found.append(product._replace(multiplications=times))
         for product in found:

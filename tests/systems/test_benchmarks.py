@@ -24,7 +24,6 @@ from benchmarks import (
     _hlo,
     _policies,
     _report,
-    _rules,
     _sections,
     _skips,
     _tables,
@@ -40,7 +39,7 @@ def test_the_page_is_what_the_results_make():
     assert _report.page(found) == (PAGES / "README.md").read_text()
 
 
-@pytest.mark.parametrize("module", [_accelerators, _autocast, _policies, _rules])
+@pytest.mark.parametrize("module", [_accelerators, _autocast, _policies])
 def test_a_page_is_what_its_csv_makes(module):
     name = module.__name__.partition("._")[2]
     found = _tables.read(PAGES / f"{name}.csv")
