@@ -13,7 +13,7 @@ from typing import Any, Protocol, overload
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays import messages, validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._autocast.classify import Kind, Kinds
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
@@ -169,10 +169,10 @@ def autocast(
     """
     if fun is _MISSING:
         return functools.partial(autocast, dtype=dtype, argnums=argnums)
-    validation.check_function("fun", fun)
-    low = validation.floating_dtype("dtype", dtype)
-    validation.one_of("dtype", str(low), ("float16", "bfloat16"))
-    positions = validation.argnums_tuple(argnums)
+    checks.check_function("fun", fun)
+    low = checks.floating_dtype("dtype", dtype)
+    checks.one_of("dtype", str(low), ("float16", "bfloat16"))
+    positions = checks.argnums_tuple(argnums)
 
     @contextlib.contextmanager
     def planned(args, kwargs):
@@ -194,7 +194,7 @@ def autocast(
             reasons = why_none_is_narrowed(call.program)
             if reasons:
                 why = "; ".join(reasons)
-                messages.warn(
+                checks.warn(
                     f"autocast leaves every matrix product as it is, because of {why}"
                 )
             with jax.named_scope(SCOPE):

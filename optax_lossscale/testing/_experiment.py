@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._arrays import messages
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.contexts import TESTING_METRICS, TESTING_OVERFLOW
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
-from optax_lossscale._arrays.validation import check_concrete
+from optax_lossscale._arrays.checks import check_concrete
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
     is_variable,
@@ -156,8 +156,8 @@ class Experiment:
         # `raise_if_stuck` raises a `LossScaleError` if gradients overflow or steps are
         # skipped, as they should at an infinite loss scale.
         if error is not None and not isinstance(error, LossScaleError):
-            messages.warn(
-                f"the step raised {messages.shown(error)} at an infinite loss scale, "
+            checks.warn(
+                f"the step raised {checks.shown(error)} at an infinite loss scale, "
                 f"so it was tested only at loss scales up to 2**{_HIGH_EXPONENT}"
             )
 
