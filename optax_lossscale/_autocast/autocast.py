@@ -19,6 +19,7 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
+from optax_lossscale._step.gradient import _positions  # gone with argnums
 from optax_lossscale._programs.call import Call, as_program
 
 
@@ -172,7 +173,7 @@ def autocast(
     checks.check_function("fun", fun)
     low = checks.floating_dtype("dtype", dtype)
     checks.one_of("dtype", str(low), ("float16", "bfloat16"))
-    positions = checks.argnums_tuple(argnums)
+    positions = _positions(argnums)
 
     @contextlib.contextmanager
     def planned(args, kwargs):

@@ -78,39 +78,39 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     if loss_scale.exhausted():
         reason = (
             f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
-            "be lowered. If they are large but not broken, allow a smaller scale "
-            "(min_scale)"
+            "be lowered. If they are large but not broken, allow a smaller scale"
         )
+        reason += " (min_scale)" if hasattr(loss_scale, "min_scale") else ""
     elif wrapper_state is not None:
         reason = _too_many_skips(wrapper_state, max_skips)
     else:
         reason = None
-    if reason is not None:
-        raise LossScaleError(
-            f"{reason}. Skipped steps leave the parameters as they were. To find the "
-            "cause, run print(ols.diagnose(loss_fn, params, batch))"
-        )
+    if reason is None:
+        return
+    if wrapper_state is not None:
+        reason += f". Steps skipped in a row: {wrapper_state.consecutive_skipped_steps}"
+    raise LossScaleError(
+        f"{reason}. Skipped steps leave the parameters as they were. To find the "
+        "cause, run print(ols.diagnose(loss_fn, params, batch))"
+    )
 
 
 def _too_many_skips(state: LossScaleState, max_skips: int) -> str | None:
-    """Says which steps were skipped, or returns None if not too many were."""
+    """Says why steps were skipped, or returns None if not too many were."""
     rule = state.skip_rule
+    norm = state.gradient_norm
+    last = "" if norm is None else f". The last gradients had a norm of {norm:g}"
     if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_skips:
         return (
             f"{type(rule).__name__} has skipped {rule.skipped_by_rule} steps, and too "
             f"few were applied to make up for them: its skip_debt is {rule.skip_debt}, "
-            f"above {APPLIED_PER_SKIP} * max_consecutive_skips. The last gradients had "
-            f"a norm of {state.gradient_norm:g}. If norms have risen for good, restart "
-            "the rule: state._replace(skip_rule=tx.init(params).skip_rule)"
+            f"above {APPLIED_PER_SKIP} * max_consecutive_skips{last}. If norms have "
+            "risen for good, restart the rule: "
+            "state._replace(skip_rule=tx.init(params).skip_rule)"
         )
     if state.consecutive_skipped_steps <= max_skips:
         return None
-    causes = "gradients or losses were not finite, or gradients had a norm of 2**64"
+    causes = "gradients, their norm or losses were not finite"
     if rule is not None and rule.skipped_by_rule:
         causes += f", or {type(rule).__name__} skipped the steps"
-    norm = state.gradient_norm
-    last = "" if norm is None else f", and the last norm of gradients {norm:g}"
-    return (
-        f"{state.consecutive_skipped_steps} steps in a row were skipped: {causes}. The "
-        f"loss scale is {state.loss_scale():g}{last}"
-    )
+    return f"{causes}. The loss scale is {state.loss_scale():g}{last}"
