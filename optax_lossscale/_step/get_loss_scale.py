@@ -9,6 +9,7 @@ in an optimizer state. `resolve` accepts either, for functions such as
     value_and_scaled_grad(loss_fn, state)
 """
 
+from collections import OrderedDict
 from typing import Any, Literal
 
 import jax
@@ -165,16 +166,26 @@ def _is_multi_steps(state: Any) -> bool:
 
 def _is_preceded(state: Any) -> bool:
     """Whether something stands before a loss scale in a chain, at any depth."""
-    for chain in filter(None, find_nodes(_is_chain, state)):
-        if loss_scales_in(chain[1:]) or _is_preceded(chain[0]):
+    for chain in find_nodes(_is_chain, state):
+        first, *others = _states_of(chain)
+        if loss_scales_in(others) or _is_preceded(first):
             return True
     return False
 
 
 def _is_chain(state: Any) -> bool:
-    """Whether this is the state of an `optax.chain`: a tuple of named tuples."""
-    is_tuple = type(state) is tuple
-    return is_tuple and all(hasattr(x, "_fields") or _is_chain(x) for x in state)
+    """Whether this is the state of an `optax.chain` or `optax.named_chain`.
+
+    It is a tuple or an ordered dict of states: of named tuples, or of chains.
+    """
+    if type(state) not in (tuple, OrderedDict) or not state:
+        return False
+    return all(hasattr(x, "_fields") or _is_chain(x) for x in _states_of(state))
+
+
+def _states_of(chain: Any) -> list[Any]:
+    """Returns the states of a chain's transformations, in order."""
+    return list(chain.values() if isinstance(chain, OrderedDict) else chain)
 
 
 def resolve(loss_scale: Any) -> LossScale:
