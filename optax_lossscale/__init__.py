@@ -29,7 +29,6 @@ Choose a loss scale:
     state_field              declares the state of your own loss scale or skip rule
     get                      builds a loss scale from a word, a number or a config
     get_loss_scale           finds the loss scale in an optimizer state
-    presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 
 Choose what to skip:
     skips                    rules that skip finite steps with too large a norm or loss
@@ -49,7 +48,7 @@ Types of results:
 import importlib
 from typing import TYPE_CHECKING
 
-from optax_lossscale import presets, skips
+from optax_lossscale import skips
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import make_public as _make_public
 from optax_lossscale._arrays.stateful import state_field
@@ -122,7 +121,6 @@ __all__ = [
     "get",
     "get_loss_scale",
     "metrics",
-    "presets",
     "raise_if_stuck",
     "scale_gradient",
     "skips",

@@ -21,13 +21,6 @@ import jax.extend
 AUTOCAST_DTYPE = jax.make_user_context(None)
 """The dtype of products in a function that `autocast` is tracing; `None` elsewhere."""
 
-TESTING_OVERFLOW = jax.make_user_context(False)
-"""Whether a fixed loss scale is read as infinity, so that gradients overflow.
-
-`testing` sets this, because a fixed scale is a constant of the compiled step, and no
-argument of the step can replace it.
-"""
-
 TESTING_METRICS = jax.make_user_context(False)
 """Whether `metrics` returns the initial scale and zeros for the scale's other state.
 

@@ -1,10 +1,9 @@
 """Errors and warnings that name what the user wrote: arguments, values and lines.
 
-An argument may change its name before it is checked: `presets.pytorch(init_scale=-1)`
-passes the number on as `initial_scale`. The error should still say
-"init_scale must be …, got -1", so the preset is decorated with
-`user_names(init_scale="initial_scale")`, and `refuse` then replaces `initial_scale`
-with `init_scale`.
+An argument may change its name before it is checked: `with_loss_scale(tx, -1)` passes
+the number on as `scale`. The error should still say "loss_scale must be …, got -1", so
+the call is made under `user_names(loss_scale="scale")`, and `refuse` then replaces
+`scale` with `loss_scale`.
 """
 
 import contextlib

@@ -28,6 +28,13 @@ import numpy as np
 from optax_lossscale._arrays.messages import refuse, shown, user_name
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
+LEAST_SCALE = 2.0**-60
+MOST_SCALE = 2.0**60
+"""The bounds of every loss scale.
+
+Neither its reciprocal nor the square of that leaves float32.
+"""
+
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 """The smallest positive normal float32 number."""
 
@@ -103,7 +110,7 @@ def int_between(name: str, value: Any, *, least: int, most: int) -> int:
 
 count = partial(int_between, least=0, most=LARGEST_INT)
 positive_int = partial(int_between, least=1, most=LARGEST_INT)
-scale = partial(number_between, least=SMALLEST_NORMAL, most=LARGEST_FLOAT32)
+scale = partial(number_between, least=LEAST_SCALE, most=MOST_SCALE)
 finite = partial(
     number_between,
     least=-LARGEST_FLOAT32,

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from optax_lossscale import presets
-from optax_lossscale._arrays import messages, stateful, validation
+from optax_lossscale._arrays import messages, validation
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
     find_nodes,
@@ -63,26 +62,19 @@ def get(identifier: LossScaleLike) -> LossScale:
         - None: no scaling, a `FixedLossScale` of 1.
         - A `LossScale`: returned unchanged.
         - A dict from `get_config`: the loss scale that it describes.
-        - A dict with the key `"preset"`: what the function or class of that name in
-          `presets` returns for the other items as its arguments.
 
     Returns:
       The `LossScale`, in its initial state unless `identifier` is a `LossScale`.
 
     Raises:
       ValueError: if `identifier` is none of these, or is a number that is not between
-        2**-126 and 2**126.
-      ValueError: if there is no preset of that name, or if one of its arguments is
-        unknown or missing. The error lists the known ones.
+        2**-60 and 2**60.
 
     Example:
       >>> import optax_lossscale as ols
       >>> ols.get(128)
       FixedLossScale(128.0)
       >>> ols.get("dynamic") == ols.DynamicLossScale()
-      True
-      >>> config = {"preset": "pytorch", "init_scale": 1024.0}
-      >>> ols.get(config) == ols.presets.pytorch(init_scale=1024.0)
       True
     """
     match identifier:
@@ -95,13 +87,6 @@ def get(identifier: LossScaleLike) -> LossScale:
             return DynamicLossScale()
         case str() if identifier == "headroom":
             return HeadroomLossScale()
-        case {"preset": str(name), **arguments} if name in presets.__all__:
-            return stateful.construct(getattr(presets, name), arguments)
-        case {"preset": name}:
-            known = ", ".join(presets.__all__)
-            raise ValueError(
-                f"no preset is named {messages.shown(name)}; there are {known}"
-            )
         case dict():
             return LossScale.from_config(identifier)
     if validation.python_number(identifier) is not None:
@@ -112,8 +97,7 @@ def get(identifier: LossScaleLike) -> LossScale:
     remedy = ". Pass a dtype to autocast(loss_fn, dtype)" if is_16_bit_dtype else ""
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
-        "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
-        f"{messages.shown(identifier)}{remedy}"
+        f"a LossScale, or a dict from get_config(); got {messages.shown(identifier)}{remedy}"
     )
 
 
@@ -203,6 +187,6 @@ def _is_identifier(x: Any) -> bool:
     A config is recognized by its keys, because a state may be a dict as well.
     """
     match x:
-        case None | {"preset": str()} | {"class_name": str(), "config": _}:
+        case None | {"class_name": str(), "config": _}:
             return True
     return jax.tree_util.all_leaves([x])

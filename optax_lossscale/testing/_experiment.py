@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._arrays import messages
-from optax_lossscale._arrays.contexts import TESTING_METRICS, TESTING_OVERFLOW
+from optax_lossscale._arrays.contexts import TESTING_METRICS
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.validation import check_concrete
 from optax_lossscale._arrays.variables import (
@@ -89,7 +89,6 @@ class Experiment:
         self._step_error: Exception | None = None  # the last one that the step raised
         loss_scales = loss_scales_in(self._arguments)
         adaptive = [x for x in loss_scales if _can_adapt(x)]
-        self._has_fixed = len(adaptive) < len(loss_scales)
         # Fixed loss scales have no value that a trial could replace, so they are
         # disregarded beside one that adapts. If none adapts, the first stands for all.
         candidates = distinct_nodes(adaptive or loss_scales[:1])
@@ -202,9 +201,7 @@ class Experiment:
 
     def trial_with_nan(self, path: Path) -> Trial:
         """Runs the step with a NaN in one of the arrays among its arguments."""
-        values = self.floats[path].copy()
-        values.flat[:1] = np.nan  # [0] would raise an error for an empty array
-        return self.trial(self.loss_scale, {path: values})
+        return self.trial(self.loss_scale, {path: _with_nan(self.floats[path])})
 
     def trial_at(self, exponent: float) -> Trial:
         """Runs the step at the loss scale 2**exponent.
@@ -226,11 +223,14 @@ class Experiment:
         Args:
           loss_scale: replaces the loss scale among the arguments.
           values: new values for some arrays among the arguments, by path.
-          is_infinite: whether an infinite loss scale should make gradients overflow.
-            If so, fixed loss scales are infinite during the run; one that adapts must
-            be infinite already.
+          is_infinite: whether gradients should overflow. If so, a loss scale that
+            adapts must be infinite already. One that is fixed stays as it is, and all
+            arrays of floats begin with a NaN instead.
         """
         loss_scale = jax.device_get(loss_scale)
+        if is_infinite and not _can_adapt(loss_scale):
+            given = {**self.floats, **values}
+            values = {path: _with_nan(x) for path, x in given.items()}
         replacements = {**values, **self._values_of(loss_scale)}
         arguments = _copy_tree(self._arguments, replacements)
         inputs = arrays_in(arguments)
@@ -239,7 +239,7 @@ class Experiment:
         input_fingerprints = _map_values(fingerprint, inputs)
         # Holding on to the old leaves keeps Python from reusing their ids for outputs.
         old_leaves = jax.tree.leaves(without_variables(arguments))
-        result = self._call_step(arguments, is_infinite)
+        result = self._call_step(arguments)
         tree = {RESULT.key: result, **arguments}
         arrays = arrays_in(tree)
         outputs = _only_outputs(arrays, old_leaves)
@@ -264,19 +264,18 @@ class Experiment:
             diverged=[path for path, x in may_diverge.items() if replicas_differ(x)],
         )
 
-    def _call_step(self, arguments: dict[str, Any], is_infinite: bool) -> Any:
+    def _call_step(self, arguments: dict[str, Any]) -> Any:
         """Calls the step in a context that fits a trial, and returns its result.
 
         NaNs and infinities raise no error, because they are expected in some trials.
         `metrics` returns the same loss scale in all trials, so that it does not count
-        as an output that depends on the scale. If `is_infinite`, fixed loss scales are
-        infinite. An error of the step is stored as `_step_error` and passed on.
+        as an output that depends on the scale. An error of the step is stored as
+        `_step_error` and passed on.
         """
         with (
             jax.debug_nans(False),
             jax.debug_infs(False),
             TESTING_METRICS(True),
-            TESTING_OVERFLOW(is_infinite and self._has_fixed),
         ):
             try:
                 result = self._step(*arguments["args"], **arguments["kwargs"])
@@ -375,6 +374,13 @@ def _map_values(
 ) -> dict[Path, T]:
     """Applies a function to each array in a dict."""
     return {path: function(x) for path, x in arrays.items()}
+
+
+def _with_nan(x: np.ndarray) -> np.ndarray:
+    """Copies an array, with a NaN as its first element."""
+    copy = x.copy()
+    copy.flat[:1] = np.nan  # [0] would raise an error for an empty array
+    return copy
 
 
 def _perturb(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
