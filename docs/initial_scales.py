@@ -64,8 +64,8 @@ if __name__ == "__main__":
         starts = {
             "`diagnose`": ols.DynamicLossScale(initial_scale=found.scale),
             "TensorFlow": ols.DynamicLossScale(),
-            "PyTorch": ols.presets.pytorch(),
-            "Flax": ols.presets.flax(),
+            "PyTorch": ols.DynamicLossScale(2.0**16, min_scale=None),
+            "Flax": ols.DynamicLossScale(2.0**16, 2001, min_scale=None),
         }
         for name, loss_scale in starts.items():
             skipped, underflow = train(loss_scale, weight)

@@ -34,9 +34,7 @@ def test_tell_of_an_overflow_in_scalars_of_fixed_dtype():
     chex.assert_trees_all_equal_shapes_and_dtypes(metrics, expected)
 
 
-@pytest.mark.parametrize(
-    "identifier", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
-)
+@pytest.mark.parametrize("identifier", [None, 128, "dynamic", "headroom"])
 def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     tx = optax.chain(ols.with_loss_scale(optax.adam(0.1), identifier), optax.scale(0.5))
     metrics = ols.metrics(tx.init(PARAMS))
@@ -109,9 +107,7 @@ def test_no_name_hides_another():
     }
 
 
-@pytest.mark.parametrize(
-    "loss_scale", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
-)
+@pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom"])
 @pytest.mark.parametrize(
     "skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"]
 )

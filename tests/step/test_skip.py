@@ -106,9 +106,7 @@ UNCHECKED = {
 CHECKED = {
     "dynamic": "dynamic",
     "headroom": "headroom",
-    "logmax": ols.presets.LogMaxLossScale(),
-    "tolerance": ols.presets.ToleranceLossScale(),
-    "contrib": ols.presets.tensorflow_contrib_fixed(128),
+    "of one factor": ols.DynamicLossScale(growth_factor=1.0, backoff_factor=1.0),
 }
 
 
@@ -294,9 +292,6 @@ def test_a_rule_that_skips_nothing_leaves_the_loss_scale_to_adapt_as_without_it(
 GROWING = {
     "dynamic": ols.DynamicLossScale(8.0, growth_interval=1),
     "headroom": ols.HeadroomLossScale(8.0),
-    "logmax": ols.presets.LogMaxLossScale(8.0),
-    "tolerance": ols.presets.ToleranceLossScale(8.0, growth_interval=1),
-    "flax": ols.presets.flax(scale=8.0, growth_interval=0),
 }
 
 

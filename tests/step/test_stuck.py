@@ -67,7 +67,7 @@ def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuc
 
 
 def test_a_loss_scale_alone_is_checked_without_counts():
-    ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
+    ls = ols.DynamicLossScale(1.0)
     ols.raise_if_stuck(ls)
     with pytest.raises(
         ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"

@@ -27,8 +27,6 @@ class OverflowsCounted(ols.LossScale):
 LOSS_SCALES = {
     "dynamic": ols.DynamicLossScale(initial_scale=64, growth_interval=3, hysteresis=2),
     "fixed": ols.FixedLossScale(128),
-    "tolerance": ols.presets.ToleranceLossScale(initial_scale=64),
-    "logmax": ols.presets.LogMaxLossScale(initial_scale=64),
     "a user's own": OverflowsCounted(),
 }
 each_kind = pytest.mark.parametrize("loss_scale", LOSS_SCALES.values(), ids=LOSS_SCALES)
@@ -85,9 +83,7 @@ def test_a_state_inside_other_containers():
     assert isinstance(ols.get_loss_scale(restored["opt"]), ols.DynamicLossScale)
 
 
-@pytest.mark.parametrize(
-    "other", [ols.FixedLossScale(8), ols.presets.ToleranceLossScale()]
-)
+@pytest.mark.parametrize("other", [ols.FixedLossScale(8), ols.HeadroomLossScale()])
 def test_another_kind_of_loss_scale_is_refused(other):
     target = ols.with_loss_scale(INNER).init(PARAMS)
     saved = flax.serialization.to_state_dict(

@@ -127,7 +127,7 @@ def test_dtypes_are_the_same_in_x64_mode(x64):
 
 @pytest.mark.parametrize(
     "loss_scale",
-    [LS, ols.presets.ToleranceLossScale(), ols.presets.LogMaxLossScale(), 8],
+    [LS, ols.HeadroomLossScale(), 8],
 )
 def test_strict_promotion_of_dtypes(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(1e-2), loss_scale)
