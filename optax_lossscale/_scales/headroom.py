@@ -76,7 +76,7 @@ from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
 # These numbers were chosen by trial, on synthetic sequences of gradients like those in
-# docs/benchmarks/policies.md, unless a comment derives them. A *measured step* is one
+# tests/scales/test_hostile_sequences.py, unless a comment derives them. A *measured step* is one
 # with finite gradients that are not all zero.
 
 # All finite float16 numbers are below 2**16.
@@ -157,7 +157,7 @@ class HeadroomLossScale(LossScale):
     Raises:
       ValueError: for an argument outside the ranges above.
 
-    Source: a new rule, inspired by OpenSeq2Seq's `LogMaxScaler`.
+    Source: a new rule.
 
     Example:
       After one step, the largest scaled gradient is one to two bits below 2**16:

@@ -31,7 +31,7 @@ which begins at 0::
         if norm > 0:
             skip_debt = max(skip_debt - 1, 0)
 
-The constants were chosen by trial, in part on the runs of docs/benchmarks/skips.md,
+The constants were chosen by trial, in part on the runs that docs/skipping.md tells of,
 unless a comment below derives them.
 """
 

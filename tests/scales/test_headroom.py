@@ -472,69 +472,6 @@ def test_broken_batches_in_a_row_are_over_after_200_steps(count):
     assert np.all(abs(log2_scale - best(x))[700:] <= 3)
 
 
-def hostile(steps=4000):
-    """Gradients of many kinds: the exponents of the largest, and which of two sizes it is."""
-    rng, t = np.random.default_rng(0), np.arange(steps)
-    noise = np.round(rng.normal(size=steps)).astype(int)
-    fails = lambda share, x: np.where(rng.random(steps) < share, BROKEN, x)
-    large = {n: t % n == 0 for n in (2, 7, 29, 101)}
-    cases = {
-        **{
-            f"every {n}": np.where(t % n == 0, noise - 3, ZEROS) for n in (2, 3, 20, 70)
-        },
-        **{f"1 in {n} larger": noise - 8 + 13 * large[n] for n in large},
-        "1 in 30 larger, at random": noise - 12 + 20 * (rng.random(steps) < 1 / 30),
-        **{f"{p:.1%} broken": fails(p, noise - 5) for p in (0.003, 0.02, 0.1, 0.3)},
-        "broken, much noise": fails(0.02, 3 * noise - 5),
-        "larger and broken": fails(0.05, noise - 8 + 13 * large[7]),
-        "heavy tails": np.round(rng.exponential(3, steps)).astype(int) - 12,
-        "drifts": noise - 15 + 25 * t // steps,
-        "jumps": noise - 15 + 20 * (t // 700 % 2),
-        "bursts": np.where(t % 500 < 9, BROKEN, noise - 5),
-        "long zeros": np.where(t % 1300 < 1000, ZEROS, noise),
-    }
-    kinds = np.stack([large.get(int(n[5:-7]), t < 0) if n.endswith(" larger") else t < 0
-                      for n in cases])  # fmt: skip
-    return list(cases), np.stack(list(cases.values())), kinds
-
-
-def test_hostile_gradients_cost_no_more_than_under_the_other_rules():
-    """A step costs 1 if it is skipped though it could be applied, and each bit too many a little.
-
-    The share of the gradients that is flushed is that of a normal distribution of exponents, 20
-    bits below the limit with a standard deviation of 4.
-    """
-    names, history, kinds = hostile()
-
-    @jax.jit
-    def skips_and_exponents(ls):
-        step = jax.vmap(lambda history: replay(ls, history)[1])
-        after = step(history)
-        return jnp.concatenate([jnp.full((len(names), 1), 15), after[:, :-1]], 1)
-
-    def cost(ls):
-        k = np.asarray(skips_and_exponents(ls))
-        room = np.clip(history + k + 25, 0, 99)
-        flushed = np.asarray(jax.scipy.special.ndtr((10 - room) / 4))
-        costs = np.where(history + k > 16, 1, flushed)
-        real = abs(history) < 1000
-        of = lambda which: (costs * which).sum(1) / np.maximum(which.sum(1), 1)
-        both = (kinds & real).any(1)
-        return np.where(both, (of(real & kinds) + of(real & ~kinds)) / 2, of(real))
-
-    ours = cost(ols.HeadroomLossScale())
-    others = np.minimum(
-        cost(ols.DynamicLossScale()), cost(ols.DynamicLossScale(min_scale=None))
-    )
-    worse = {
-        name: (a, b)
-        for name, a, b in zip(names, ours, others, strict=True)
-        if a > b + 0.06
-    }
-    assert not worse
-    assert ours.mean() < 0.03
-
-
 def model(params, x):
     """Computed in float16; the loss in float32."""
     return (x.astype(jnp.float16) @ params.astype(jnp.float16)).astype(jnp.float32)

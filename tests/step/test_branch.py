@@ -92,7 +92,7 @@ def series(missing):
         "headroom, spikes": (ols.HeadroomLossScale(1024), skips.spikes()),
         "fixed, nonfinite": (1024, "nonfinite"),
         "hysteresis, olmo_core": (
-            ols.DynamicLossScale(hysteresis=2),
+            ols.DynamicLossScale(1024, hysteresis=2),
             skips.olmo_core(8),
         ),
     },

@@ -43,9 +43,9 @@ def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     assert set(metrics) >= {"log2_loss_scale", "should_apply", "skipped_steps"}
 
 
-@pytest.mark.parametrize("power", [-126, -3, 0, 15, 31, 127])
+@pytest.mark.parametrize("power", [-60, -3, 0, 15, 31, 60])
 def test_the_logarithm_of_a_power_of_two_is_an_integer(power):
-    ls = ols.DynamicLossScale(2.0**power, min_scale=2.0**-126)
+    ls = ols.DynamicLossScale(2.0**power, min_scale=None)
     assert jax.jit(ols.metrics)(ls)["log2_loss_scale"] == power
 
 

@@ -161,7 +161,7 @@ def test_a_rule_that_skipped_most_is_named_though_the_last_step_overflowed():
 
 
 def test_a_floor_that_is_none_already_is_not_spoken_of():
-    ls = ols.DynamicLossScale(initial_scale=1.2e-38, min_scale=None)
+    ls = ols.DynamicLossScale(initial_scale=2.0**-60, min_scale=None)
     with pytest.raises(ols.LossScaleError, match="cannot be lowered") as error:
         ols.raise_if_stuck(ls.adjust(False))
     assert "min_scale" not in str(error.value)
