@@ -189,7 +189,7 @@ _EVERY_WAY = (
 _STEPS = {
     WHOLE_STEP: (
         _EVERY_WAY,
-        "The demo's transformer in four blocks of width 1024, 51M float32 parameters and 2048 "
+        "A transformer in four blocks of width 1024, 51M float32 parameters and 2048 "
         "tokens, cast to float16 in the model: forward, backward and AdamW. On a TPU much depends "
         "on the batch, as the step without loss scaling can apply each gradient as it comes, "
         "while the check needs all of them first: on the v5e, with jax 0.10.2, 1024 tokens took "

@@ -169,7 +169,7 @@ def raise_powers(app, doctree, page):
 def in_the_package(app, env, node, contnode):
     """The reference, looked up as if written in the package itself; None if it is not there.
 
-    It finds what docstrings of presets and methods name without its module.
+    It finds what docstrings of methods name without its module.
     """
     if node.get("refdomain") != "py":
         return None

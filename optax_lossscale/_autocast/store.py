@@ -20,8 +20,7 @@ that they compute.
 Some rules here and in `region`, `recomputed` and `classify` exist only to save memory
 or *traffic*: the bytes that are moved between memory and processor. The docstring of
 such a rule says in which models it saves them, as programs compiled for an H100 show
-(not timed). The figures, in `docs/benchmarks/rules.md` of the repository, come from
-`python -m benchmarks rules`, which compiles models with all rules and without each one.
+(not timed), compiled with all rules and without each one.
 """
 
 from collections import ChainMap

@@ -1,17 +1,13 @@
 """The dynamic loss scale, which grows by trial and backs off on overflow.
 
-The largest scale at which no gradient overflows depends on the gradients and changes
-during training. This rule follows it by trial and error: it raises the scale from time
-to time until gradients overflow, and then lowers it again. For example, with the
-defaults::
+The largest scale at which no gradient overflows is not known and changes during
+training. This rule follows it by trial and error: it raises the scale from time to time
+until gradients overflow, and then lowers it again. With the defaults::
 
     2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
 
-Each overflow costs one skipped step, so with the default interval, a scale that stays
-near the largest possible one costs about one step in 2000.
-
-While a step is traced, it is not known whether its gradients are finite, so `adjust`
-computes the loss scale for both cases and selects one of them.
+Each overflow costs one skipped step, so a scale near the largest possible one costs
+about one step in 2000.
 """
 
 from typing import Self
@@ -29,16 +25,14 @@ from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, Lo
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps and backs off on a non-finite one.
 
-    This is the default of `with_loss_scale`. If the gradients of most steps are zero,
-    use `HeadroomLossScale` instead: zeros are finite, so such steps keep raising this
-    scale until the next nonzero gradients overflow. The rule::
+    This is the default of `with_loss_scale`. The rule::
 
         if grads_finite:
             growth_counter += 1
             if growth_counter == growth_interval:
                 growth_counter = 0
-                loss_scale = min(loss_scale * growth_factor, max_scale)
                 hysteresis_left = hysteresis
+                loss_scale = min(loss_scale * growth_factor, max_scale)
         else:
             growth_counter = 0
             if hysteresis_left > 1:
@@ -46,29 +40,32 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
+    Zeros are finite. If the gradients of most steps are zero, use `HeadroomLossScale`:
+    such steps keep raising this scale until the next nonzero gradients overflow.
+
     Args:
       initial_scale: the loss scale before the first step, within the bounds. If it is
-        far too large, the first steps are skipped, one for each back-off. `diagnose`
-        finds a scale that fits.
+        far too large, the first steps are skipped, one for each back-off.
       growth_interval: the scale grows after this many finite steps in a row.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
-      min_scale: the floor, from 2**-60. Set it below 1 for models whose gradients
-        overflow even unscaled.
-      max_scale: the cap, at which growth ends. None stands for 2**60.
-      hysteresis: how many non-finite steps it takes to back off, counted anew when the
-        scale is due to grow. With 2 or more, one broken batch does not lower it.
+      min_scale: the floor, or None for 2**-60. Set it below 1 for models whose
+        gradients overflow even unscaled.
+      max_scale: the cap, or None for 2**60.
+      hysteresis: how many non-finite steps it takes to back off. The count starts over
+        only when the scale is due to grow. With 2 or more, one broken batch does not
+        lower the scale, unless others have used up the count.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       hysteresis_left: non-finite steps left until a back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside the ranges above.
+      ValueError: for an argument outside the ranges above, or a scale outside 2**-60 to
+        2**60.
 
-    Source: TensorFlow's `DynamicLossScale` and its defaults, after Micikevicius et al.,
-    "Mixed Precision Training" (https://arxiv.org/abs/1710.03740). `hysteresis` is
-    Megatron-LM's.
+    Source: TensorFlow's `DynamicLossScale`, after Micikevicius et al., "Mixed Precision
+    Training" (https://arxiv.org/abs/1710.03740). Hysteresis is Megatron-LM's.
 
     Example:
       >>> import optax_lossscale as ols
@@ -84,7 +81,7 @@ class DynamicLossScale(LossScale):
     growth_interval: int = 2000
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
-    min_scale: float = 1.0
+    min_scale: float | None = 1.0
     max_scale: float | None = None
     hysteresis: int = 1
     growth_counter: jax.Array = state_field(0)
@@ -96,7 +93,8 @@ class DynamicLossScale(LossScale):
         self._check("growth_interval", checks.integer, 1)
         self._check("growth_factor", checks.number, 1, LARGEST_SCALE)
         self._check("backoff_factor", checks.number, SMALLEST_SCALE, 1)
-        self._check("min_scale", checks.number, SMALLEST_SCALE, self.initial_scale)
+        if self.min_scale is not None:
+            self._check("min_scale", checks.number, SMALLEST_SCALE, self.initial_scale)
         if self.max_scale is not None:
             self._check("max_scale", checks.number, self.initial_scale, LARGEST_SCALE)
         self._check("hysteresis", checks.integer, 1)
@@ -112,9 +110,8 @@ class DynamicLossScale(LossScale):
         """Counts a finite step and grows the scale if the interval is over."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = jnp.minimum(self() * self.growth_factor, self._upper_bound())
         return self.replace(
-            loss_scale=jnp.where(due, grown, self()),
+            loss_scale=jnp.where(due, self._times(self.growth_factor), self()),
             growth_counter=jnp.where(due, 0, counter),
             hysteresis_left=jnp.where(due, self.hysteresis, self.hysteresis_left),
             _exhausted=False,
@@ -123,13 +120,18 @@ class DynamicLossScale(LossScale):
     def _after_overflow(self) -> Self:
         """Backs off, or counts one of the overflows that `hysteresis` tolerates."""
         backs_off = self.hysteresis_left <= 1
-        lowered = jnp.maximum(self() * self.backoff_factor, self.min_scale)
+        lowered = self._times(self.backoff_factor)
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, self()),
             growth_counter=0,
             hysteresis_left=jnp.maximum(self.hysteresis_left - 1, 1),
             _exhausted=backs_off & (lowered >= self()),
         )
+
+    def _times(self, factor: float) -> jax.Array:
+        """Returns the scale times a factor, within the bounds; float32, shape ()."""
+        least = SMALLEST_SCALE if self.min_scale is None else self.min_scale
+        return jnp.clip(self() * factor, least, self._upper_bound())
 
     def _upper_bound(self) -> float:
         return LARGEST_SCALE if self.max_scale is None else self.max_scale

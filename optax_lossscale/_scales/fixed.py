@@ -1,9 +1,7 @@
 """The fixed loss scale, which never changes.
 
-It has no state: the scale is configuration, so a compiled step contains it as a
-constant, which XLA can fold into other constants. With a scale of 1, the step contains
-no scaling. This is the loss scale that `with_loss_scale` uses if it is given a number,
-as in `with_loss_scale(optimizer, 1024)`, or None, which stands for a scale of 1.
+The scale is configuration rather than state, so a compiled step contains it as a
+constant. With a scale of 1, the step contains no scaling.
 """
 
 import dataclasses
@@ -21,14 +19,11 @@ from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, Lo
 
 
 class FixedLossScale(LossScale):
-    """A constant loss scale.
+    """A constant loss scale; `update` checks nothing.
 
     Use it if you have measured a scale at which gradients neither overflow nor
-    underflow. You can pass the number alone: `with_loss_scale(optimizer, 1024)`.
-
-    If gradients do overflow, the scale stays as it is, and `with_loss_scale` skips the
-    step, unless `skip=None`; `update` itself checks nothing. A compiled step contains
-    the scale as a constant, and with a scale of 1, it contains no scaling at all.
+    underflow. You can pass the number alone: `with_loss_scale(optimizer, 1024)`. If
+    gradients do overflow, `with_loss_scale` skips the step, unless `skip=None`.
 
     Args:
       scale: from 2**-60 to 2**60.
@@ -77,14 +72,10 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        if self.initial_scale == 1:
-            return _widened(tree)
-        return super().scale(tree)
+        return _widened(tree) if self.initial_scale == 1 else super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        if self.initial_scale == 1:
-            return _widened(tree)
-        return super().unscale(tree)
+        return _widened(tree) if self.initial_scale == 1 else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}

@@ -24,10 +24,10 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # `assert_computes_in` reads the step's traced program and runs nothing.
 #
 # The other two run the step without looking into it. An experiment (`_experiment.py`)
-# runs it at other loss scales and with perturbed arguments. Only two things inside the
-# step differ from training: `metrics` returns the same scale in each run, and a fixed
-# loss scale may be infinite. Each run is a trial (`_trial.py`), whose outputs usually
-# show whether the step was skipped.
+# runs it at other loss scales and with perturbed arguments, or, if the loss scale is
+# fixed, with NaNs in them. Only one thing inside the step differs from training:
+# `metrics` returns the same scale in each run. Each run is a trial (`_trial.py`), whose
+# outputs usually show whether the step was skipped.
 # - If it was skipped, the loss scale must adapt (`_skipping.py`). The carry, that is,
 #   whatever the step passes on to the next step (`_carry.py`), must stay as it was.
 # - If it was applied, the outputs must be equal at all loss scales, except where

@@ -175,13 +175,10 @@ CONFIG = ols.FixedLossScale(128).get_config()
         (jnp.float32(128), 128),
         (jnp.int32(128), 128),
         ("dynamic", 2**15),
-        (ols.presets.LogMaxLossScale(initial_scale=8), 8),
         (ols.HeadroomLossScale(initial_scale=8), 8),
         (CONFIG, 128),
-        ({"preset": "pytorch", "init_scale": 8.0}, 8),
         (TX.init(PARAMS), 2**15),
         ({"model": PARAMS, "optimizer": TX.init(PARAMS)}, 2**15),
-        ({"preset": TX.init(PARAMS)}, 2**15),
         ({"class_name": ols.FixedLossScale(128), "step": 0}, 128),
     ],
 )
@@ -218,11 +215,9 @@ def test_every_function_refuses_a_state_without_exactly_one(scale_of, state):
 
 
 @each_function
-@pytest.mark.parametrize(
-    "config", [{"class_name": "Nonesuch", "config": {}}, {"preset": "torch"}], ids=str
-)
+@pytest.mark.parametrize("config", [{"class_name": "Nonesuch", "config": {}}], ids=str)
 def test_every_function_refuses_a_config_of_an_unknown_kind(scale_of, config):
-    with pytest.raises(ValueError, match=r"no preset is named|config must be"):
+    with pytest.raises(ValueError, match="config must be"):
         scale_of(config)
 
 

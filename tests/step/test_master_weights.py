@@ -9,7 +9,7 @@ import pytest
 from pairs import product
 
 import optax_lossscale as ols
-from optax_lossscale.demo import _model, _text
+from optax_lossscale import demo
 
 PARAMS = {
     "w": jnp.linspace(-2.0, 3.0, 24).reshape(4, 6),
@@ -414,18 +414,12 @@ def test_the_state_of_a_bare_optimizer_is_refused_and_taken_when_cast_into_its_p
     tx = ols.with_master_weights(inner)
     wrapped = ols.with_loss_scale(tx)
     state = tx.init(params)
-    with pytest.raises(
-        TypeError, match=r"must be the MasterWeightsState .* got a tuple.*restore"
-    ):
+    with pytest.raises(ValueError, match=r"does not fit these .*restore"):
         tx.update(params, restored, params)
-    with pytest.raises(TypeError, match=r"must be the MasterWeightsState.*restore"):
+    with pytest.raises(ValueError, match=r"does not fit these .*restore"):
         wrapped.update(
             params, wrapped.init(params)._replace(inner_state=restored), params
         )
-    with pytest.raises(
-        ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast_like"
-    ):
-        tx.update(params, state._replace(inner_state=restored), params)
     cast_once = optax.tree.cast_like(restored, state.inner_state)
     _, after = tx.update(params, state._replace(inner_state=cast_once), params)
     chex.assert_trees_all_equal_dtypes(after, state)
@@ -439,7 +433,7 @@ def test_8_bit_parameters_are_refused():
 
 @pytest.mark.slow
 def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_demo():
-    steps, text = 400, _text.read()
+    steps = 400
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
@@ -450,16 +444,16 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
         @jax.jit
         def step(params, state, tokens):
             differentiate = ols.value_and_scaled_grad(
-                lambda params, tokens: _model.loss(cast(params, dtype), tokens),
+                lambda params, tokens: demo.loss(cast(params, dtype), tokens),
                 state,
                 grad_dtype=param_dtype,
             )
             loss, grads = differentiate(params, tokens)
             return *tx.apply_gradients(grads, state, params, value=loss), loss
 
-        params, losses = cast(_model.init(jax.random.key(0)), param_dtype), []
+        params, losses = cast(demo.init(jax.random.key(0)), param_dtype), []
         state = tx.init(params)
-        for tokens in _text.batches(text, steps, 0):
+        for tokens in demo.batches(steps):
             params, state, loss = step(params, state, tokens)
             losses.append(loss)
         return np.mean(losses[-steps // 10 :])

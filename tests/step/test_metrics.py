@@ -34,9 +34,7 @@ def test_tell_of_an_overflow_in_scalars_of_fixed_dtype():
     chex.assert_trees_all_equal_shapes_and_dtypes(metrics, expected)
 
 
-@pytest.mark.parametrize(
-    "identifier", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
-)
+@pytest.mark.parametrize("identifier", [None, 128, "dynamic", "headroom"])
 def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     tx = optax.chain(ols.with_loss_scale(optax.adam(0.1), identifier), optax.scale(0.5))
     metrics = ols.metrics(tx.init(PARAMS))
@@ -45,9 +43,9 @@ def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     assert set(metrics) >= {"log2_loss_scale", "should_apply", "skipped_steps"}
 
 
-@pytest.mark.parametrize("power", [-126, -3, 0, 15, 31, 127])
+@pytest.mark.parametrize("power", [-60, -3, 0, 15, 31, 60])
 def test_the_logarithm_of_a_power_of_two_is_an_integer(power):
-    ls = ols.DynamicLossScale(2.0**power, min_scale=2.0**-126)
+    ls = ols.DynamicLossScale(2.0**power, min_scale=None)
     assert jax.jit(ols.metrics)(ls)["log2_loss_scale"] == power
 
 
@@ -109,9 +107,7 @@ def test_no_name_hides_another():
     }
 
 
-@pytest.mark.parametrize(
-    "loss_scale", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
-)
+@pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom"])
 @pytest.mark.parametrize(
     "skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"]
 )

@@ -343,10 +343,6 @@ LOSS_SCALES = {
     name: x
     for name, x in public(ols).items()
     if isinstance(x, type) and issubclass(x, ols.LossScale) and x is not ols.LossScale
-} | {
-    f"presets.{name}": x
-    for name, x in public(ols.presets).items()
-    if inspect.isfunction(x) and name != "get"
 }
 
 

@@ -15,7 +15,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 import optax_lossscale as ols
-from optax_lossscale import plot, presets
+from optax_lossscale import plot
 
 PARAMS = {"w": jnp.ones(3)}
 SGD = optax.sgd(0.1)
@@ -44,14 +44,6 @@ def step(
 
 def differentiate(fun, *args, **kwargs):
     return ols.value_and_scaled_grad(fun, LS, **kwargs)(*args or (PARAMS,))
-
-
-def preset(name, /, **arguments):
-    return ols.get({"preset": name, **arguments})
-
-
-def preset_of(what):
-    return getattr(presets, what.split(",")[0])
 
 
 def config(class_name="DynamicLossScale", **arguments):
@@ -414,116 +406,10 @@ GET = {
         "get_config()",
     ),
     "from_config: of another": (
-        lambda: ols.presets.ToleranceLossScale.from_config(LS.get_config()),
+        lambda: ols.HeadroomLossScale.from_config(LS.get_config()),
         ValueError,
-        "The known classes are ToleranceLossScale",
+        "The known classes are HeadroomLossScale",
     ),
-    "preset: unknown": (
-        lambda: preset("torch"),
-        ValueError,
-        "there are LogMaxLossScale, ToleranceLossScale, apex",
-    ),
-    "preset: an int": (lambda: preset(5), ValueError, "no preset is named 5"),
-    "preset: a list": (lambda: preset([]), ValueError, "no preset is named []"),
-    "preset: unknown argument": (
-        lambda: preset("keras", scale=1),
-        ValueError,
-        "dynamic_growth",
-    ),
-    "preset: an argument called name": (
-        lambda: preset("keras", name=1),
-        ValueError,
-        "among",
-    ),
-    "preset: an int for a key": (
-        lambda: ols.get({"preset": "keras", 3: 4}),
-        ValueError,
-        "keys among initial_scale",
-    ),
-    "preset: missing": (lambda: preset("jmp"), ValueError, "keys among loss_scale"),
-    "preset: a bad value": (
-        lambda: preset("keras", initial_scale="x"),
-        ValueError,
-        NUMBER,
-    ),
-}
-PRESETS = {
-    "tensorflow_dynamic": ({"multiplier": "2"}, "multiplier must be"),
-    "tensorflow_dynamic, period": ({"increment_period": 0}, f"increment_period {INT}"),
-    "tensorflow_dynamic, multiplier": (
-        {"multiplier": 0.5},
-        "multiplier must be a number between 1 and",
-    ),
-    "tensorflow_fixed": ({"loss_scale_value": "dynamic"}, NUMBER),
-    "tensorflow_contrib_fixed": ({"loss_scale": "x"}, f"loss_scale {NUMBER}"),
-    "tensorflow_contrib_fixed, small": ({"loss_scale": 0.5}, "at least min_scale=1.0"),
-    "tensorflow_contrib_exponential": (
-        {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1.5},
-        "decr_ratio must be a number in",
-    ),
-    "tensorflow_contrib_exponential, no float32": (
-        {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1e-60},
-        "decr_ratio must be a number in (0, 1], normal in float32, got 1e-60",
-    ),
-    "tf_keras, the scale first": (
-        {"dynamic": 1024.0},
-        "dynamic must be one of True, False",
-    ),
-    "tf_keras, the kind": (
-        {"dynamic": "dynamic"},
-        "dynamic must be one of True, False",
-    ),
-    "tf_keras, fixed": ({"dynamic": False}, "pass initial_scale"),
-    "tf_keras, steps": ({"dynamic_growth_steps": 2.5}, f"dynamic_growth_steps {INT}"),
-    "keras": ({"dynamic_growth_steps": "2000"}, f"dynamic_growth_steps {INT}"),
-    "pytorch": ({"enabled": "False"}, "enabled must be one of True, False"),
-    "pytorch, 0": ({"enabled": 0}, "enabled must be one of True, False"),
-    "pytorch, scale": ({"init_scale": None}, f"init_scale {NUMBER}"),
-    "pytorch, factor": (
-        {"growth_factor": 0.5},
-        "growth_factor must be a number between 1 and",
-    ),
-    "flax": ({"fin_steps": -5}, "fin_steps must be an int between 0 and 2000"),
-    "flax, many": ({"fin_steps": 2001}, "fin_steps must be an int between 0 and 2000"),
-    "flax, a str": ({"growth_interval": "2000"}, f"growth_interval {INT}"),
-    "flax, a float": ({"fin_steps": 0.5}, f"fin_steps {INT}"),
-    "flax, minimum": ({"minimum_scale": "x"}, f"minimum_scale {NUMBER}"),
-    "jmp": (
-        {"loss_scale": 8.0, "counter": -1},
-        "counter must be an int between 0 and 1999",
-    ),
-    "jmp, period": ({"loss_scale": 8.0, "period": "x"}, f"period {INT}"),
-    "mpx": (
-        {"loss_scaling": 8.0, "counter": 2000},
-        "counter must be an int between 0 and 1999",
-    ),
-    "mpx, large": ({"loss_scaling": 65536.0}, "max_scale=65504.0"),
-    "megatron": (
-        {
-            "initial_scale": 8.0,
-            "min_scale": 1.0,
-            "growth_factor": 2.0,
-            "backoff_factor": 2.0,
-            "growth_interval": 5,
-            "hysteresis": 1,
-        },
-        "backoff_factor must be a number in",
-    ),
-    "deepspeed": (
-        {"consecutive_hysteresis": "no"},
-        "consecutive_hysteresis must be one of",
-    ),
-    "deepspeed, shift": ({"delayed_shift": 0}, f"delayed_shift {INT}"),
-    "deepspeed, raise": (
-        {"raise_error_at_min_scale": 1},
-        "raise_error_at_min_scale must be",
-    ),
-    "fairseq": ({"tolerance": 5}, r"tolerance must be a number in [0, 1]"),
-    "fairseq, window": ({"scale_window": 1.5}, f"scale_window {INT}"),
-    "openseq2seq_logmax": ({"scale_min": "1"}, f"scale_min {NUMBER}"),
-    "openseq2seq_logmax, decay": ({"beta1": 1.0}, "beta1 must be"),
-    "apex": ({"loss_scale": "Dynamic"}, "'dynamic'"),
-    "apex, scale": ({"init_scale": "x"}, f"init_scale {NUMBER}"),
 }
 LOSS_SCALES = {
     "fixed: None": (lambda: ols.FixedLossScale(None), ValueError, NUMBER),
@@ -539,31 +425,6 @@ LOSS_SCALES = {
         lambda: ols.DynamicLossScale(growth_interval=2.5),
         ValueError,
         INT,
-    ),
-    "dynamic: refill": (
-        lambda: ols.DynamicLossScale(hysteresis_refill=[]),
-        ValueError,
-        "'growth', 'rescale', 'finite'",
-    ),
-    "dynamic: a flag": (
-        lambda: ols.DynamicLossScale(can_be_exhausted=1),
-        ValueError,
-        "True, False",
-    ),
-    "dynamic: a start": (
-        lambda: ols.DynamicLossScale(growth_interval=5, initial_growth_counter=5),
-        ValueError,
-        "initial_growth_counter must be an int between 0 and 4",
-    ),
-    "tolerance": (
-        lambda: ols.presets.ToleranceLossScale(tolerance=2),
-        ValueError,
-        "[0, 1]",
-    ),
-    "logmax": (
-        lambda: ols.presets.LogMaxLossScale(log_max=61),
-        ValueError,
-        "at most 60",
     ),
     "replace: configuration": (
         lambda: LS.replace(growth_interval=1),
@@ -711,10 +572,6 @@ CALLS = {
         "with_loss_scale": WRAPPER,
         "value_and_scaled_grad": GRADIENT,
         "get": GET,
-        "presets": {
-            what: (functools.partial(preset_of(what), **arguments), ValueError, said)
-            for what, (arguments, said) in PRESETS.items()
-        },
         "loss scale": LOSS_SCALES,
         "diagnosis": DIAGNOSIS,
         "diagnose": DIAGNOSE,
@@ -735,11 +592,8 @@ def test_a_bad_call_says_what_helps(call, kind, said):
     assert len(message) < 1000
 
 
-def test_there_are_a_hundred_bad_calls_and_every_preset_is_among_them():
+def test_there_are_a_hundred_bad_calls():
     assert len(CALLS) >= 100
-    assert {what.split(",")[0] for what in PRESETS} == {
-        name for name in presets.__all__ if name.islower()
-    }
 
 
 def is_refused(

@@ -27,7 +27,6 @@ PARAMS_BYTES = sum(4 * p.size for p in PARAMS.values())
 CHECKING = {
     "dynamic": ols.DynamicLossScale(),
     "headroom": ols.HeadroomLossScale(),
-    "logmax": ols.presets.LogMaxLossScale(),
 }
 
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

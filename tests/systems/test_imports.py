@@ -133,7 +133,7 @@ USES = [
 def public_names():
     """Every public name of the package and of its public modules, as one writes it."""
     names = [f"ols.{name}" for name in ols.__all__]
-    for module in [ols.plot, ols.presets, ols.skips, ols.testing]:
+    for module in [ols.plot, ols.skips, ols.testing]:
         path = module.__name__.replace("optax_lossscale", "ols")
         names += [f"{path}.{name}" for name in dir(module) if not name.startswith("_")]
     return names
@@ -184,8 +184,8 @@ STATES = {
     "spikes": ("dynamic", ols.skips.spikes()),
     "olmo_core": ("headroom", ols.skips.olmo_core(8)),
     "axlearn": (128, ols.skips.axlearn(ols.skips.drop_norm_by_grad_norm_ema(), 0.9)),
-    "megatron": (ols.presets.LogMaxLossScale(), ols.skips.megatron(1.0)),
-    "nonfinite": (ols.presets.ToleranceLossScale(), "nonfinite"),
+    "megatron": (ols.DynamicLossScale(hysteresis=2), ols.skips.megatron(1.0)),
+    "nonfinite": (None, "nonfinite"),
 }
 
 
