@@ -98,7 +98,12 @@ def _read(
 
     The number combines `function` of all elements. The flag is whether all are finite.
     """
-    leaves = _real_leaves(tree)
+    return _read_leaves(_real_leaves(tree), function, combine)
+
+
+# Where nothing else is compiled, this is, once.
+@partial(jax.jit, static_argnames=("function", "combine"), inline=True)
+def _read_leaves(leaves, function, combine):
     in_pairs = partial(_in_pairs, function=function, combine=combine)
     apart = partial(_apart, function=function, combine=combine)
     if any(map(_is_on_several_devices, leaves)):

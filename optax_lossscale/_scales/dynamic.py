@@ -94,9 +94,11 @@ class DynamicLossScale(LossScale):
         self._check("growth_factor", checks.number, 1, LARGEST_SCALE)
         self._check("backoff_factor", checks.number, SMALLEST_SCALE, 1)
         if self.min_scale is not None:
-            self._check("min_scale", checks.number, SMALLEST_SCALE, self.initial_scale)
+            self._check("min_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
         if self.max_scale is not None:
-            self._check("max_scale", checks.number, self.initial_scale, LARGEST_SCALE)
+            self._check("max_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
+        bounds = (self._lower_bound(), self._upper_bound())
+        self._check("initial_scale", checks.number, *bounds)
         self._check("hysteresis", checks.integer, 1)
         self._set(hysteresis_left=np.int32(self.hysteresis))
 
@@ -130,8 +132,10 @@ class DynamicLossScale(LossScale):
 
     def _times(self, factor: float) -> jax.Array:
         """Returns the scale times a factor, within the bounds; float32, shape ()."""
-        least = SMALLEST_SCALE if self.min_scale is None else self.min_scale
-        return jnp.clip(self() * factor, least, self._upper_bound())
+        return jnp.clip(self() * factor, self._lower_bound(), self._upper_bound())
+
+    def _lower_bound(self) -> float:
+        return SMALLEST_SCALE if self.min_scale is None else self.min_scale
 
     def _upper_bound(self) -> float:
         return LARGEST_SCALE if self.max_scale is None else self.max_scale

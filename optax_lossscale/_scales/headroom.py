@@ -77,7 +77,8 @@ class HeadroomLossScale(LossScale):
         super().__post_init__()
         self._check("margin", checks.integer, 0, 24)
         self._check("memory", checks.integer, 1)
-        self._check("min_scale", checks.number, SMALLEST_SCALE, self.initial_scale)
+        self._check("min_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
+        self._check("initial_scale", checks.number, self.min_scale, LARGEST_SCALE)
         exponent = max(math.floor(math.log2(self.initial_scale)), self._floor())
         self._set(
             loss_scale=np.ldexp(np.float32(1), exponent),
@@ -90,7 +91,8 @@ class HeadroomLossScale(LossScale):
         magnitude = reduce_replicas(lax.pmax, largest(grads), axis_name)
         finite = jnp.isfinite(magnitude)
         _, exponent = jnp.frexp(magnitude)
-        measured = jnp.maximum(exponent, self.bound - 1 / self.memory)
+        fallen = self.bound - 1 / self.memory
+        measured = jnp.maximum(exponent.astype(jnp.float32), fallen)
         after_finite_step = choose(magnitude > 0, self._below(measured), self)
         return choose(finite, after_finite_step, self._after_overflow()), finite
 

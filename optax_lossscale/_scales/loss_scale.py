@@ -112,6 +112,12 @@ class LossScale(Stateful):
         """
         return jnp.asarray(self.loss_scale, jnp.float32)
 
+    def replace(self, **state: ArrayLike) -> Self:
+        scale = state.get("loss_scale")
+        if isinstance(scale, int | float | np.generic):  # The host cannot read others.
+            checks.number("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
+        return super().replace(**state)
+
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Adapts the scale to one step, given only whether its gradients are finite.

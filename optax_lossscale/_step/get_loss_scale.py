@@ -26,7 +26,7 @@ from optax_lossscale._arrays.variables import (
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
-from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 from optax_lossscale._step.loss import is_real
 from optax_lossscale._step.state import check_no_stack, loss_scales_in
 
@@ -65,6 +65,7 @@ def as_loss_scale(description: LossScaleLike) -> LossScale:
             return LossScale.from_config(description)
     number = checks.python_number(description)
     if number is not None:
+        checks.number("loss_scale", number, SMALLEST_SCALE, LARGEST_SCALE)
         return FixedLossScale(number)
     is_named = isinstance(description, str | type | np.dtype)
     is_16_bit_dtype = is_named and "16" in str(description)

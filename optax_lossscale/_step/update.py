@@ -9,6 +9,7 @@ the new parameters are rounded to their own dtype only once, at the end::
 """
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,9 +67,7 @@ class InnerUpdate:
         missing = unscaled.missing
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(param_for_inner, params)
-        extra_args = dict(self.extra_args)
-        if unscaled.value is not None:
-            extra_args["value"] = unscaled.value
+        extra_args = self._extra_args(inner, unscaled.value)
         result, new_state = inner.update(
             unscaled.grads, inner_state, wide_params, **extra_args
         )
@@ -81,6 +80,14 @@ class InnerUpdate:
 
         new_state = jax.tree.map(in_old_dtype, new_state, inner_state)
         return result, missing.keep_slots(self.inner.init, new_state, inner_state)
+
+    def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
+        """Returns the extra arguments, and the loss if `inner` takes it (SAM does not)."""
+        parameters = inspect.signature(inner.update).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if value is None or not (takes_any or "value" in parameters):
+            return self.extra_args
+        return {"value": value, **self.extra_args}
 
 
 def _updated_param(param: Any, update: Any) -> Any:

@@ -387,7 +387,7 @@ def test_without_the_wrapper_a_parameter_without_a_gradient_stays_with_its_slots
 OTHERS = {
     "shape": ({"w": jnp.ones(4, jnp.bfloat16)}, r"uint16\[3\] at w.*uint16\[4\] at w"),
     "dtype": ({"w": jnp.ones(3, jnp.float16)}, r"uint16\[3\] at w.*float32\[3\] at w"),
-    "structure": ({"v": jnp.ones(3, jnp.bfloat16)}, "made for other parameters"),
+    "structure": ({"v": jnp.ones(3, jnp.bfloat16)}, "does not fit these"),
 }
 
 
