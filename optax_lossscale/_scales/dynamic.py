@@ -1,13 +1,10 @@
 """The dynamic loss scale, which grows by trial and backs off on overflow.
 
 The largest scale at which no gradient overflows is not known and changes during
-training. This rule follows it by trial and error: it raises the scale from time to time
-until gradients overflow, and then lowers it again. With the defaults::
+training. The rule raises the scale from time to time until gradients overflow, and then
+lowers it again, which costs about one step in 2000 with the defaults::
 
     2**15  -- 2000 finite steps -->  2**16  -- an overflow -->  2**15
-
-Each overflow costs one skipped step, so a scale near the largest possible one costs
-about one step in 2000.
 """
 
 from typing import Self
@@ -53,15 +50,14 @@ class DynamicLossScale(LossScale):
         gradients overflow even unscaled.
       max_scale: the cap, or None for 2**60.
       hysteresis: how many non-finite steps it takes to back off. The count starts over
-        only when the scale is due to grow. With 2 or more, one broken batch does not
-        lower the scale, unless others have used up the count.
+        only at growth: once the scale has backed off, each one lowers it again.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       hysteresis_left: non-finite steps left until a back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside the ranges above, or a scale outside 2**-60 to
+      ValueError: for an argument outside these ranges, or a scale outside 2**-60 to
         2**60.
 
     Source: TensorFlow's `DynamicLossScale`, after Micikevicius et al., "Mixed Precision

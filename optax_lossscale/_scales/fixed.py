@@ -72,18 +72,17 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        return _widened(tree) if self.initial_scale == 1 else super().scale(tree)
+        is_one = (
+            self.initial_scale == 1
+        )  # floats of 16 bits become float32 all the same
+        return map_inexact(jnp.asarray, tree) if is_one else super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        return _widened(tree) if self.initial_scale == 1 else super().unscale(tree)
+        is_one = self.initial_scale == 1
+        return map_inexact(jnp.asarray, tree) if is_one else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _upper_bound(self) -> float:
         return self.initial_scale
-
-
-def _widened(tree: T) -> T:
-    """Converts floats of 16 bits or fewer to float32, as any other scale does."""
-    return map_inexact(lambda x: x, tree)

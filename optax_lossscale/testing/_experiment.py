@@ -46,9 +46,8 @@ T = TypeVar("T")
 RESULT = DictKey("result")
 """The first key in the path of whatever the step returns."""
 
-# 2**126 is the largest power of two whose reciprocal, 2**-126, is a normal float32
-# number. At this loss scale, gradients of 4 or more overflow even in float32.
-_HIGH_EXPONENT = 126
+# The largest loss scale. Gradients of 2**-44 or more overflow in float16 there.
+_HIGH_EXPONENT = 60
 # How much an element is perturbed, relative to its magnitude, or absolute for a zero.
 # This is multiplied by a random number from 0.5 to 1.5, so the change is 3% to 9%. Even
 # the smallest change is 4 times the largest relative difference of neighboring
@@ -130,7 +129,7 @@ class Experiment:
         """Trials at loss scales so large that gradients overflow.
 
         The last trial is at an infinite loss scale, where all gradients but zeros
-        overflow, or at 2**126 if the step raises an error at an infinite one. If the
+        overflow, or at 2**60 if the step raises an error at an infinite one. If the
         loss scale is fixed, such an error is passed on, because nothing else makes
         gradients overflow.
         """
