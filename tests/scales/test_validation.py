@@ -37,7 +37,7 @@ def test_a_traced_number_is_refused():
         ols.FixedLossScale,
         lambda x: ols.DynamicLossScale(x, min_scale=None),
         lambda x: ols.DynamicLossScale(growth_factor=x),
-        ols.HeadroomLossScale,
+        lambda x: ols.HeadroomLossScale(x, min_scale=2.0**-60),
     ],
 )
 def test_the_bounds_that_an_error_names_are_allowed(make):

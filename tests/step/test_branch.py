@@ -91,9 +91,9 @@ def series(missing):
         "dynamic": (LS, "nonfinite"),
         "headroom, spikes": (ols.HeadroomLossScale(1024), skips.spikes()),
         "fixed, nonfinite": (1024, "nonfinite"),
-        "hysteresis, olmo_core": (
+        "hysteresis, threshold": (
             ols.DynamicLossScale(1024, hysteresis=2),
-            skips.olmo_core(8),
+            skips.threshold(1e4),
         ),
     },
     missing={"none missing": (), "two missing": ("w1", "w2")},

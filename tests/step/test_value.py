@@ -15,7 +15,7 @@ PARAMS = {"w": jnp.array([1.0, -2.0])}
 EACH_SCALE = {
     "dynamic": ols.DynamicLossScale(growth_interval=2),
     "fixed": ols.FixedLossScale(64),
-    "none": ols.get(None),
+    "none": ols.FixedLossScale(1),
     "headroom": ols.HeadroomLossScale(),
     "without a floor": ols.DynamicLossScale(2.0**16, min_scale=None),
 }
