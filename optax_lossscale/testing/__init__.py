@@ -45,13 +45,8 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # `_first_fault` or `assert_survives_overflow`, before the checks that may find
 # consequences of its fault.
 
-from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in
 from optax_lossscale.testing._overflow import assert_survives_overflow
 from optax_lossscale.testing._scale_invariance import assert_scale_invariant
 
 __all__ = ["assert_computes_in", "assert_scale_invariant", "assert_survives_overflow"]
-
-make_public(
-    __name__, assert_computes_in, assert_scale_invariant, assert_survives_overflow
-)
