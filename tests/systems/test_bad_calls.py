@@ -307,11 +307,6 @@ GRADIENT = {
         TypeError,
         "an int or",
     ),
-    "float16 for bfloat16": (
-        lambda: narrowed(jnp.bfloat16, jnp.float16),
-        ValueError,
-        "w is bfloat16, so with float16 inputs the model would compute in float32",
-    ),
     "scale_gradient: a pair": (
         lambda: ols.scale_gradient((jnp.ones(()), 1), LS),
         TypeError,
