@@ -146,7 +146,7 @@ _SECTIONS = (
         _whole_step,
         "A transformer in four blocks of width 512, from a batch to new parameters: "
         "float32 parameters, AdamW, and so few tokens that the optimizer takes a visible share. "
-        "The casts to float16 are in the model, or made by `grad_dtype` or `autocast`. Temporary "
+        "The casts to float16 are in the model, or made by `autocast`. Temporary "
         "memory is all that the compiler allocates, as a percentage of the parameters' bytes.",
     ),
     (

@@ -200,10 +200,6 @@ ALIASES = {
     stringify_annotation(annotation, "smart"): name
     for annotation, name in [
         (get_type_hints(ols.with_loss_scale)["mask"], TREE),
-        (
-            get_type_hints(ols.value_and_scaled_grad)["grad_dtype"],
-            f"DTypeLike | {TREE}",
-        ),
         (jax.typing.ArrayLike, "ArrayLike"),
         (jax.typing.DTypeLike, "DTypeLike"),
     ]

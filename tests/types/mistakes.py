@@ -24,13 +24,9 @@ def mistakes() -> None:
     ols.with_loss_scale(optax.adamw)  # pyright: ignore[reportArgumentType]
     print(ols.autocast(jnp.sum).plans)  # pyright: ignore[reportAttributeAccessIssue]
     ols.autocast(argnums="w")  # pyright: ignore[reportArgumentType]
-    ols.get("dynamc")  # pyright: ignore[reportArgumentType]
+    ols.with_loss_scale(inner, "dynamc")  # pyright: ignore[reportArgumentType]
     ols.DynamicLossscale()  # pyright: ignore[reportAttributeAccessIssue]
     ols.value_and_scaled_grad(jnp.sum)  # pyright: ignore[reportCallIssue]
-    ols.value_and_scaled_grad(jnp.sum, ls, grad_dtype=16)  # pyright: ignore[reportArgumentType]
-    mixed = {"w": 16}
-    ols.value_and_scaled_grad(jnp.sum, ls, grad_dtype=mixed)  # pyright: ignore[reportArgumentType]
-    tx.minimize(jnp.sum, state, params, grad_dtype=(1, 2))  # pyright: ignore[reportArgumentType]
 
     tx.apply_gradients(params, state)  # pyright: ignore[reportCallIssue]
     tx.apply_gradients(params, params, state)  # pyright: ignore[reportArgumentType]

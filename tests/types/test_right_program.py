@@ -32,15 +32,7 @@ def test_a_right_program_runs():
     params, state, loss = train_step(params, state, x)
     assert bool(state.should_apply)
     assert float(loss) < 1 < float(state.loss_scale())
-    loss, params, state = tx.minimize(loss_fn, state, params, x, grad_dtype=jnp.float16)
-    for grad_dtype in (
-        None,
-        "float16",
-        {"w": jnp.bfloat16},
-        {"w": None},
-        lambda p: jnp.float16,
-    ):
-        ols.value_and_scaled_grad(loss_fn, state, grad_dtype=grad_dtype)(params, x)
+    loss, params, state = tx.minimize(loss_fn, state, params, x)
     for mask in (
         None,
         True,
