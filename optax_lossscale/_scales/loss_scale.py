@@ -46,8 +46,7 @@ SMALLEST_SCALE = 2.0**-60
 LARGEST_SCALE = 2.0**60
 """Every scale lies between these, so that a step can use it.
 
-Neither its reciprocal nor the square of that leaves float32's normal numbers. (An
-optimizer that squares unscaled gradients may lead XLA to square the reciprocal.)
+Neither its reciprocal nor the square of that leaves float32's normal numbers.
 """
 
 
@@ -114,7 +113,7 @@ class LossScale(Stateful):
 
     def replace(self, **state: ArrayLike) -> Self:
         scale = state.get("loss_scale")
-        if isinstance(scale, int | float | np.generic):  # The host cannot read others.
+        if isinstance(scale, int | float):  # The host cannot read an array.
             checks.number("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
         return super().replace(**state)
 

@@ -6,6 +6,7 @@ import pytest
 
 import optax_lossscale as ols
 
+
 @pytest.mark.parametrize(
     ("dtype", "unscaled"),
     [

@@ -74,7 +74,9 @@ def test_zeros_say_nothing():
     assert after == ls
 
 
-@pytest.mark.parametrize(("start", "exponent"), [(3.0, 1), (2.0**15, 15), (2**-60, -60)])
+@pytest.mark.parametrize(
+    ("start", "exponent"), [(3.0, 1), (2.0**15, 15), (2**-60, -60)]
+)
 def test_the_initial_scale_is_rounded_down_to_a_power_of_two(start, exponent):
     ls = ols.HeadroomLossScale(start, min_scale=min(start, 1.0))
     assert ls() == 2.0**exponent

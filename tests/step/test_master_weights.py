@@ -332,6 +332,8 @@ def test_what_hands_its_updates_on_may_be_around_it(around):
 
 
 LEARNING_RATE = optax.scale_by_learning_rate(1e-3)
+
+
 def test_the_last_in_a_bare_chain_trains_float32_numbers():
     own = ols.with_master_weights(optax.chain(ADAM, LEARNING_RATE))
     tx = optax.chain(optax.identity(), optax.chain(optax.clip(1.0), own))
@@ -446,7 +448,6 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
             differentiate = ols.value_and_scaled_grad(
                 lambda params, tokens: demo.loss(cast(params, dtype), tokens),
                 state,
-                grad_dtype=param_dtype,
             )
             loss, grads = differentiate(params, tokens)
             return *tx.apply_gradients(grads, state, params, value=loss), loss

@@ -535,9 +535,7 @@ def test_an_overflow_on_one_replica_is_one_on_all(skip, loss_scale):
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_replicas_under_shard_map_agree(check_vma):
     mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
-    tx = ols.with_loss_scale(
-        optax.sgd(1e-2), LS, axis_name="data", skip=LossBelow()
-    )
+    tx = ols.with_loss_scale(optax.sgd(1e-2), LS, axis_name="data", skip=LossBelow())
 
     def step(params, state, x):
         mean_loss = lambda p, x: jax.lax.pmean(jnp.sum(p["w"] ** 2) * x[0], "data")
