@@ -5,8 +5,6 @@ python -m benchmarks                 # all that it costs on this machine: 25 min
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same, compiled for GPUs and TPUs but not run
 python -m benchmarks autocast        # models under autocast, compiled likewise; 10 minutes
-python -m benchmarks policies        # loss scales side by side; 27 minutes
-python -m benchmarks skips           # the tables of docs/benchmarks/skips.md; 15 minutes
 
 The first needs nothing but the library, and prints its report. The others need extras, and write
 all their numbers to a file beside a page of docs/benchmarks: results.json, or a CSV file.
@@ -21,8 +19,6 @@ COMMANDS = {
     "gpu": ".",
     "accelerators": ".[compilers]",
     "autocast": ".[compilers]",
-    "policies": ".[benchmarks]",
-    "skips": ".[benchmarks]",
 }
 
 

@@ -103,7 +103,7 @@ def _steps(step: str) -> dict[str, tuple[_ways.Way, _ways.Step]]:
         ways = _ways.in_float16(ADAMW)
         return {name: (way, way.train(loss)) for name, (way, loss) in ways.items()}
     if step == WHOLE_STEP:
-        ways = _ways.branches(ADAMW, jnp.float16)
+        ways = _ways.branches(ADAMW)
         return {name: (way, way.train(_transformer.loss)) for name, way in ways.items()}
     ways = _ways.branches(CLIPPED if step == CLIPPED_STEP else ADAMW)
     return {name: (way, way.step) for name, way in ways.items()}
@@ -189,7 +189,7 @@ _EVERY_WAY = (
 _STEPS = {
     WHOLE_STEP: (
         _EVERY_WAY,
-        "The demo's transformer in four blocks of width 1024, 51M float32 parameters and 2048 "
+        "A transformer in four blocks of width 1024, 51M float32 parameters and 2048 "
         "tokens, cast to float16 in the model: forward, backward and AdamW. On a TPU much depends "
         "on the batch, as the step without loss scaling can apply each gradient as it comes, "
         "while the check needs all of them first: on the v5e, with jax 0.10.2, 1024 tokens took "
@@ -230,7 +230,7 @@ def page(found: dict[str, Table]) -> str:
         "*Memory* is what the program allocates besides its arguments and results, and *moved* "
         "the bytes that it reads and writes, both per parameter byte. On a TPU, what "
         "stays on the chip is not counted. Parameters and state are donated. Copies, kernels, "
-        "times to compile and other variants, among them `grad_dtype` and `branch`, are in "
+        "times to compile and other variants, among them `branch`, are in "
         "[accelerators.csv](accelerators.csv).",
         "Made by `python -m benchmarks accelerators`, with the extras `benchmarks` and "
         f"`compilers` installed; {made_with}. With `--report` it redraws this page from that "

@@ -144,16 +144,16 @@ _SECTIONS = (
         "whole_step",
         "A whole float16 step, every method",
         _whole_step,
-        "The demo's transformer in four blocks of width 512, from a batch to new parameters: "
+        "A transformer in four blocks of width 512, from a batch to new parameters: "
         "float32 parameters, AdamW, and so few tokens that the optimizer takes a visible share. "
-        "The casts to float16 are in the model, or made by `grad_dtype` or `autocast`. Temporary "
+        "The casts to float16 are in the model, or made by `autocast`. Temporary "
         "memory is all that the compiler allocates, as a percentage of the parameters' bytes.",
     ),
     (
         "train_step",
         "A whole train step",
         _train_step,
-        "The demo's own transformer, which is smaller, in two dtypes.",
+        "The same transformer in two blocks of width 128, in two dtypes.",
     ),
     (
         "step",

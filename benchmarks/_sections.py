@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from benchmarks import _measure, _models, _transformer, _ways
 from optax_lossscale._arrays.finite import norm_and_all_finite
-from optax_lossscale.demo import _model, _text
 
 Row = dict[str, Any]
 MILLION = 1_000_000
@@ -159,9 +158,8 @@ def check(quick: bool) -> list[Row]:
 
 
 def train_step(quick: bool) -> list[Row]:
-    """The demo's model, from a batch to new parameters."""
-    text = np.frombuffer(bytes(range(256)) * 400, np.uint8)
-    tokens = jax.device_put(next(iter(_text.batches(text, 1, 0))))
+    """A transformer of two blocks of width 128, from a batch to new parameters."""
+    tokens = _transformer.tokens(16)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     rows = []
     for dtype in ("float32", "float16"):
@@ -189,13 +187,13 @@ def train_step(quick: bool) -> list[Row]:
             "fixed, skip=None": ours(128, skip=None),
             "None, skip=None": ours(None, skip=None),
         }
-        fresh = lambda: _model.init(jax.random.key(0))
+        fresh = lambda: _transformer.init(128, blocks=2)
         rows += _train(ways, fresh, tokens, 5 if quick else 150, dtype=dtype)
     return rows
 
 
 def _loss(params: Any, tokens: jax.Array, *, dtype: Any):
-    return _model.loss(optax.tree.cast(params, dtype), tokens) / 1024
+    return _transformer.uncast_loss(optax.tree.cast(params, dtype), tokens) / 1024
 
 
 def compiling(quick: bool) -> list[Row]:

@@ -14,14 +14,10 @@ def markdown(header: list[str], body: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *body])
 
 
-def show(
-    title: str, table: Table, rows: Iterable[str] = (), columns: Iterable[str] = ()
-) -> str:
-    """These rows and columns of a table, or all, as Markdown."""
+def show(title: str, table: Table, columns: Iterable[str] = ()) -> str:
+    """These columns of a table, or all, as Markdown."""
     columns = list(columns) or list(next(iter(table.values())))
-    body = [
-        [name, *(table[name][column] for column in columns)] for name in rows or table
-    ]
+    body = [[name, *(row[column] for column in columns)] for name, row in table.items()]
     return markdown([title, *columns], body)
 
 

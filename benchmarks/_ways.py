@@ -88,19 +88,17 @@ def plain(inner: optax.GradientTransformation) -> Way:
 def apply_gradients(
     inner: optax.GradientTransformation,
     loss_scale: Any,
-    grad_dtype: Any = None,
     **options: Any,
 ) -> Way:
     """This library's short way; the options are `with_loss_scale`'s."""
     tx = ols.with_loss_scale(inner, loss_scale, **options)
     step = lambda params, state, grads: tx.apply_gradients(grads, state, params)
-    return _way(tx.init, step, _value_and_grad(grad_dtype))
+    return _way(tx.init, step, ols.value_and_scaled_grad)
 
 
 def update(
     inner: optax.GradientTransformation,
     loss_scale: Any,
-    grad_dtype: Any = None,
     **options: Any,
 ) -> Way:
     """This library as any other Optax transformation."""
@@ -110,11 +108,7 @@ def update(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return _way(tx.init, step, _value_and_grad(grad_dtype))
-
-
-def _value_and_grad(grad_dtype: Any) -> Callable[..., Any]:
-    return functools.partial(ols.value_and_scaled_grad, grad_dtype=grad_dtype)
+    return _way(tx.init, step, ols.value_and_scaled_grad)
 
 
 def flax(inner: optax.GradientTransformation) -> Way:
@@ -227,16 +221,11 @@ def ours(inner: optax.GradientTransformation) -> dict[str, Way]:
 
 
 def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
-    """The ways to take a whole step of a model that casts its parameters itself.
-
-    With `grad_dtype` they are cast before that, and the gradients are as narrow.
-    """
+    """The ways to take a whole step of a model that casts its parameters itself."""
     return {
         PLAIN: plain(inner),
         DYNAMIC: apply_gradients(inner, "dynamic"),
-        "apply_gradients, grad_dtype": apply_gradients(inner, "dynamic", jnp.float16),
         "update, dynamic": update(inner, "dynamic"),
-        "update, grad_dtype": update(inner, "dynamic", jnp.float16),
     } | peers(inner)
 
 
@@ -245,27 +234,20 @@ def in_float16(
 ) -> dict[str, tuple[Way, Callable[..., Any]]]:
     """Whole steps of one model that compute in float16 in other ways, each with its loss."""
     dynamic = apply_gradients(inner, "dynamic")
-    in_float16_gradients = apply_gradients(inner, "dynamic", jnp.float16)
     autocast_loss = ols.autocast(_transformer.float32_loss)
     return {
         PLAIN: (plain(inner), _transformer.float32_loss),
         "by hand": (dynamic, _transformer.loss),
-        "by hand, grad_dtype": (in_float16_gradients, _transformer.loss),
         "autocast": (dynamic, autocast_loss),
-        "autocast, grad_dtype": (in_float16_gradients, autocast_loss),
     }
 
 
-def branches(
-    inner: optax.GradientTransformation, grad_dtype: Any = None
-) -> dict[str, Way]:
+def branches(inner: optax.GradientTransformation) -> dict[str, Way]:
     """The plain optimizer, this library's ways under either branch, and the others."""
     doors = {"apply_gradients": apply_gradients, "update": update}
     ways = {PLAIN: plain(inner)}
     for name, door in doors.items():
         ways[name] = door(inner, "dynamic")
-        if grad_dtype is not None:
-            ways[f"{name}, grad_dtype"] = door(inner, "dynamic", grad_dtype)
     for name, door in doors.items():
         ways[f'{name}, branch="cond"'] = door(inner, "dynamic", branch="cond")
     return ways | peers(inner)

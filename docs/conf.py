@@ -169,7 +169,7 @@ def raise_powers(app, doctree, page):
 def in_the_package(app, env, node, contnode):
     """The reference, looked up as if written in the package itself; None if it is not there.
 
-    It finds what docstrings of presets and methods name without its module.
+    It finds what docstrings of methods name without its module.
     """
     if node.get("refdomain") != "py":
         return None
@@ -200,10 +200,6 @@ ALIASES = {
     stringify_annotation(annotation, "smart"): name
     for annotation, name in [
         (get_type_hints(ols.with_loss_scale)["mask"], TREE),
-        (
-            get_type_hints(ols.value_and_scaled_grad)["grad_dtype"],
-            f"DTypeLike | {TREE}",
-        ),
         (jax.typing.ArrayLike, "ArrayLike"),
         (jax.typing.DTypeLike, "DTypeLike"),
     ]

@@ -6,19 +6,17 @@ Prints the first page of docs/diagnosis.md, and the verdict on the undivided los
 import jax
 
 import optax_lossscale as ols
-from optax_lossscale.demo import _model, _text
+from optax_lossscale import demo
 
 
 @ols.autocast
 def loss_fn(params, tokens):
     """The mean over 1024 micro-batches."""
-    return _model.loss(params, tokens) / 1024
+    return demo.mean_loss(params, tokens)
 
 
 if __name__ == "__main__":
-    tokens = _text.batches(_text.read(), 1, seed=0)[0]
-    params = _model.init(jax.random.key(0))
+    tokens = demo.batches(1)[0]
+    params = demo.init(jax.random.key(0))
     print(ols.diagnose(loss_fn, params, tokens))
-    print(
-        "\nUndivided:", ols.diagnose(ols.autocast(_model.loss), params, tokens).verdict
-    )
+    print("\nUndivided:", ols.diagnose(ols.autocast(demo.loss), params, tokens).verdict)

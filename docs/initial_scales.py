@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 
 import optax_lossscale as ols
-from optax_lossscale.demo import _model, _text
+from optax_lossscale import demo
 
 STEPS = 200
-BYTES = _text.BATCH * _model.CONTEXT
+BYTES = demo.BATCH * demo.CONTEXT
 # What the mean over a micro-batch is multiplied by, to make the loss that is
 # differentiated.
 LOSSES = {
@@ -38,10 +38,10 @@ def train(loss_scale, weight):
         params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         return params, state, share
 
-    params = _model.init(jax.random.key(0))
+    params = demo.init(jax.random.key(0))
     state = tx.init(params)
     shares = []
-    for tokens in _text.batches(_text.read(), STEPS, seed=0):
+    for tokens in demo.batches(STEPS):
         params, state, share = train_step(params, state, tokens)
         shares.append(share)
     return int(state.skipped_steps), float(jnp.stack(shares).mean())
@@ -50,22 +50,22 @@ def train(loss_scale, weight):
 @functools.partial(ols.autocast, argnums=1)
 def loss_fn(weight, params, tokens):
     """The loss as it is differentiated."""
-    return _model.loss(params, tokens) * weight
+    return demo.loss(params, tokens) * weight
 
 
 if __name__ == "__main__":
-    tokens = _text.batches(_text.read(), 1, seed=0)[0]
+    tokens = demo.batches(1)[0]
     print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():
         found = ols.diagnose(
-            functools.partial(loss_fn, weight), _model.init(jax.random.key(0)), tokens
+            functools.partial(loss_fn, weight), demo.init(jax.random.key(0)), tokens
         ).initial_scale
         starts = {
             "`diagnose`": ols.DynamicLossScale(initial_scale=found.scale),
             "TensorFlow": ols.DynamicLossScale(),
-            "PyTorch": ols.presets.pytorch(),
-            "Flax": ols.presets.flax(),
+            "PyTorch": ols.DynamicLossScale(2.0**16, min_scale=None),
+            "Flax": ols.DynamicLossScale(2.0**16, 2001, min_scale=None),
         }
         for name, loss_scale in starts.items():
             skipped, underflow = train(loss_scale, weight)

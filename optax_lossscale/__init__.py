@@ -11,6 +11,7 @@ Each function and each loss scale has an example in its docstring, as in
 
 Take a step:
     with_loss_scale          wraps an optimizer to accept gradients of a scaled loss
+    skip_nonfinite           wraps one to skip steps that are not finite, for bfloat16
     value_and_scaled_grad    computes the loss and the gradients of the scaled loss
     scale_gradient           scales gradients that NNX, Equinox or a trainer computes
     where_applied            restores batch statistics and the like after a skipped step
@@ -27,9 +28,7 @@ Choose a loss scale:
     FixedLossScale           a constant, also written as a number; None is a scale of 1
     LossScale                the base class of your own loss scale
     state_field              declares the state of your own loss scale or skip rule
-    get                      builds a loss scale from a word, a number or a config
     get_loss_scale           finds the loss scale in an optimizer state
-    presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
 
 Choose what to skip:
     skips                    rules that skip finite steps with too large a norm or loss
@@ -43,28 +42,31 @@ Diagnose, log and test:
     testing                  assertions about a training step, for your tests
 
 Types of results:
-    LossScaledTransformation, LossScaleState, MasterWeightsState, Diagnosis, DtypeReport
+    LossScaledTransformation, LossScaleState, Diagnosis
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from optax_lossscale import presets, skips
+from optax_lossscale import skips
 from optax_lossscale._arrays.finite import all_finite
-from optax_lossscale._arrays.names import make_public as _make_public
 from optax_lossscale._arrays.stateful import state_field
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import get, get_loss_scale
+from optax_lossscale._step.get_loss_scale import get_loss_scale
 from optax_lossscale._step.gradient import scale_gradient, value_and_scaled_grad
-from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
+from optax_lossscale._step.master_weights import with_master_weights
 from optax_lossscale._step.metrics import metrics
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._step.where_applied import where_applied
-from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_scale
+from optax_lossscale._step.wrapper import (
+    LossScaledTransformation,
+    skip_nonfinite,
+    with_loss_scale,
+)
 
 # The modules that read programs or draw are imported only when they are used.
 if TYPE_CHECKING:
@@ -73,12 +75,11 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.autocast import autocast
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
-    from optax_lossscale._diagnosis.dtypes import DtypeReport, dtype_report
+    from optax_lossscale._diagnosis.dtypes import dtype_report
     from optax_lossscale._diagnosis.page import Diagnosis
 else:  # If a type checker saw `__getattr__`, it would accept every misspelled name.
     _MODULES = {
         "Diagnosis": "_diagnosis.page",
-        "DtypeReport": "_diagnosis.dtypes",
         "autocast": "_autocast.autocast",
         "cast_inputs": "_autocast.cast_inputs",
         "diagnose": "_diagnosis.diagnose",
@@ -91,7 +92,6 @@ else:  # If a type checker saw `__getattr__`, it would accept every misspelled n
         if name in _MODULES:
             module = importlib.import_module(f"optax_lossscale.{_MODULES[name]}")
             value = getattr(module, name)
-            _make_public(__name__, value)
             globals()[name] = value
             return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -100,12 +100,11 @@ else:  # If a type checker saw `__getattr__`, it would accept every misspelled n
         return sorted({*globals(), *__all__, "plot"})
 
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 # `plot` is left out because it needs an extra, which `import *` should not require.
 __all__ = [
     "Diagnosis",
-    "DtypeReport",
     "DynamicLossScale",
     "FixedLossScale",
     "HeadroomLossScale",
@@ -113,18 +112,16 @@ __all__ = [
     "LossScaleError",
     "LossScaleState",
     "LossScaledTransformation",
-    "MasterWeightsState",
     "all_finite",
     "autocast",
     "cast_inputs",
     "diagnose",
     "dtype_report",
-    "get",
     "get_loss_scale",
     "metrics",
-    "presets",
     "raise_if_stuck",
     "scale_gradient",
+    "skip_nonfinite",
     "skips",
     "state_field",
     "testing",
@@ -133,9 +130,3 @@ __all__ = [
     "with_loss_scale",
     "with_master_weights",
 ]
-
-# Lazy names are not here yet, so `__getattr__` makes them public. Modules are left as
-# they are.
-for _name in __all__:
-    if callable(globals().get(_name)):
-        _make_public(__name__, globals()[_name])

@@ -1,79 +1,230 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
-Pass a rule to `with_loss_scale`. `spikes` is the recommended one::
+A single such step can undo what a model has learned. Pass a rule to `with_loss_scale`::
 
-    with_loss_scale(optax.adamw(1e-3), skip=skips.spikes())          # float16
-    with_loss_scale(optax.adamw(1e-3), None, skip=skips.spikes())    # bfloat16, float32
+    with_loss_scale(optax.adamw(1e-3), skip=skips.spikes())     # float16
+    skip_nonfinite(optax.adamw(1e-3), skip=skips.spikes())      # bfloat16, float32
 
-The other functions are named after other systems and return their rules, with the
-original argument names. Only the two functions `drop_norm_by_…` return thresholds, for
-`axlearn`. The rules judge finite steps as the originals do, unless a docstring says
-otherwise. Steps that are not finite are skipped whatever the
-rule, and their norm and loss do not enter its statistics, unlike in most originals.
-
-To write a rule of your own, subclass `SkipRule`. An invalid argument raises a
-`ValueError`.
+`spikes` follows the usual norm and loss; `threshold` is a fixed norm. To write a rule
+of your own, subclass `SkipRule`. Steps that are not finite are skipped whatever the
+rule, and their norm and loss do not enter its statistics.
 """
 
-from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.messages import refuse, user_names
-from optax_lossscale._arrays.names import make_public
-from optax_lossscale._skips.rolling import RollingSkipRule
-from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._skips.spikes import SpikeSkipRule
-from optax_lossscale._skips.threshold import (
-    DropNorm,
-    MovingAverageSkipRule,
-    ThresholdSkipRule,
+import abc
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from optax_lossscale._arrays import checks
+from optax_lossscale._arrays.stateful import (
+    Stateful,
+    as_flag,
+    check_successor,
+    state_field,
 )
 
-__all__ = [
-    "SkipRule",
-    "axlearn",
-    "drop_norm_by_grad_norm_ema",
-    "drop_norm_by_grad_norm_stddev",
-    "levanter",
-    "maxtext",
-    "megatron",
-    "olmo_core",
-    "spikes",
-]
+__all__ = ["SkipRule", "spikes", "threshold"]
 
-make_public(
-    __name__,
-    SkipRule,
-    RollingSkipRule,
-    SpikeSkipRule,
-    ThresholdSkipRule,
-    MovingAverageSkipRule,
-    DropNorm,
-)
+APPLIED_PER_SKIP = 20
+"""How many applied steps make up for a skipped one.
+
+A heuristic: a rule that keeps skipping more than about 1 step in 20 is taken to err.
+"""
+
+# A debt above this stops growing, so that its int32 never wraps around.
+_MAX_DEBT = 2**30
+
+
+class SkipRule(Stateful):
+    """Decides from a step's gradient norm and loss whether to apply the step.
+
+    Pass it to `with_loss_scale` as `skip=rule`. The rule judges steps whose gradients,
+    norm and loss are finite. All other steps are skipped anyway: `decide` is called for
+    them as well, but its results are dropped.
+
+    To write a rule of your own, subclass this class and define `decide`. Subclassing
+    alone makes your class a frozen dataclass and a pytree. As in a `LossScale`, declare
+    state with `state_field` and change it with `replace`. All other fields are
+    configuration, which `get_config` saves.
+
+    If a rule skipped nearly all steps, training would silently stop. `skip_debt` rises
+    with each step that the rule skips and falls with applied ones, and
+    `raise_if_stuck` raises an error if it becomes too large.
+
+    Attributes:
+      needs_value: whether the rule needs the step's loss; a bool, which a subclass
+        sets.
+      skipped_by_rule: how many finite steps the rule has skipped so far; int32, shape
+        ().
+      skip_debt: how many steps must be applied to make up for the skipped ones. Each
+        step that the rule skips adds 20, and each applied step whose norm is not 0
+        subtracts 1, down to 0. `decide` may set it, as `spikes` does when it applies a
+        spike; int32, shape ().
+
+    Example:
+      A rule that skips a step if its loss is at least twice the smallest loss so far:
+
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> class Doubled(ols.skips.SkipRule):
+      ...     needs_value = True
+      ...     smallest: jax.Array = ols.state_field(jnp.inf)
+      ...
+      ...     def decide(self, norm, value):
+      ...         smallest = jnp.minimum(self.smallest, value)
+      ...         return self.replace(smallest=smallest), value < 2 * smallest
+      >>> rule = Doubled()
+      >>> for loss in (3.0, 2.0, 5.0):
+      ...     rule, should_apply = rule.update(1.0, loss)
+      >>> print(should_apply, rule.skipped_by_rule)
+      False 1
+    """
+
+    _kind = "skip rule"
+    needs_value: ClassVar[bool] = False
+    skipped_by_rule: jax.Array = state_field(0)
+    skip_debt: jax.Array = state_field(0)
+
+    @abc.abstractmethod
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
+        """Decides whether to apply one step, assuming that it is finite.
+
+        In a compiled step, both arguments are traced, so select with `jnp.where`
+        instead of `if`.
+
+        Args:
+          norm: the global L2 norm of the unscaled gradients; float32, shape ().
+          value: the unscaled loss; float32, shape (). Unless the rule sets
+            `needs_value`, it may be None.
+
+        Returns:
+          The new rule, with the same structure, shapes and dtypes as this one, and a
+          bool of shape (), True to apply the step.
+        """
+
+    def update(
+        self, norm: ArrayLike, value: ArrayLike | None = None
+    ) -> tuple[Self, jax.Array]:
+        """Decides whether to apply one step, assuming it is finite; updates the counts.
+
+        Args:
+          norm: the global L2 norm of the unscaled gradients; shape ().
+          value: the unscaled loss, shape (), or None.
+
+        Returns:
+          The new rule, and `should_apply`, a bool of shape ().
+
+        Raises:
+          ValueError: if the rule needs the loss, but `value` is None.
+          TypeError: if `decide` does not return a rule of the same type and
+            configuration, with state of the same shapes, and a flag of shape ().
+        """
+        if value is None and self.needs_value:
+            raise ValueError(
+                f"the rule {type(self).__name__} needs the loss, but the step received "
+                "none. Call apply_gradients(grads, state, params, value=loss), or pass "
+                "value=loss to update"
+            )
+        if value is not None:
+            value = jnp.asarray(value, jnp.float32)
+        norm = jnp.asarray(norm, jnp.float32)
+        decided = self.decide(norm, value)
+        if not (isinstance(decided, tuple) and len(decided) == 2):
+            raise TypeError(
+                f"decide of {type(self).__name__} must return (rule, should_apply), "
+                f"such as (self, norm < 10.0), got {checks.shown(decided)}"
+            )
+        rule, should_apply = decided
+        check_successor(rule, self, "decide")
+        should_apply = as_flag(should_apply, self, "decide")
+        # A norm of 0 does not show that steps with other norms are applied.
+        paid_off = jnp.where(norm > 0, jnp.maximum(rule.skip_debt - 1, 0), rule.skip_debt)
+        deeper = jnp.minimum(rule.skip_debt, _MAX_DEBT) + APPLIED_PER_SKIP
+        one_more = optax.safe_increment(self.skipped_by_rule)
+        counted = rule.replace(
+            skipped_by_rule=jnp.where(should_apply, self.skipped_by_rule, one_more),
+            skip_debt=jnp.where(should_apply, paid_off, deeper),
+        )
+        return counted, should_apply
+
+
+def threshold(norm: float) -> SkipRule:
+    """Returns a rule that skips steps whose gradients have a norm above a fixed one.
+
+    If norms stay above it, every step is skipped, and `raise_if_stuck` raises an error.
+
+    Args:
+      norm: the largest norm at which a step is applied; positive.
+
+    Source: Megatron-LM's `grad_norm_skip_threshold`.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule, should_apply = ols.skips.threshold(10.0).update(10.5)
+      >>> print(should_apply)
+      False
+    """
+    return ThresholdSkipRule(norm)
+
+
+class ThresholdSkipRule(SkipRule):
+    """The rule of `threshold`."""
+
+    norm: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check("norm", checks.number, 2.0**-126, 2.0**64)
+
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
+        return self, norm <= self.norm
 
 
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
-) -> SpikeSkipRule:
+) -> SkipRule:
     """Returns a rule that skips steps whose norm or loss is far above the usual one.
 
-    The rule compares a step's norm with the norms of the last applied steps, on a
-    logarithmic scale. The usual norm is their median. Their spread is an estimate of
-    the standard deviation from the distance between the median and the upper quartile,
-    which a spike hardly moves. Norms that at least 3 of these steps reached, or 1 in 20
-    of them if that is more, also count as usual. A positive loss that is passed to the
-    step as `value` is compared in the same way. Only ratios matter: multiplying all
-    norms, or all losses, by a constant changes nothing.
+    The limits come from the median, the upper quartile and the largest common value of
+    the last applied steps, which a spike hardly moves, on a logarithmic scale, so only
+    ratios matter. The rule, with the `skip_debt` of `SkipRule`, which begins at 0::
+
+        for x, xs in [
+            (log2(norm), log2 of the last `window` norms applied that were not 0),
+            (log2(loss), log2 of the last `window` losses applied that were positive),
+        ]:
+            spread = 1.4826 * (upper_quartile(xs) - median(xs))
+            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
+            common = the max(3, len(xs) // 20)th largest of xs
+            limit = max(median(xs) + allowed, common + allowed / 2)
+            is_spike = len(xs) >= 8 and x > limit
+        if either is a spike and skip_debt + 20 <= 20 * max_skips:
+            skip
+            skip_debt += 20
+        else:
+            if either is a spike:
+                skip_debt = 20 * max_skips      # they are too common to be spikes
+            apply
+            if norm > 0:
+                skip_debt = max(skip_debt - 1, 0)
 
     In any sequence of steps, the rule skips at most `max_skips` finite steps, plus 1
     for every 20 that it applies, so if norms or losses rise for good, it skips about
-    `max_skips` steps. It skips nothing while they rise by less than a factor of
-    `2**least` within a window, and nothing before 8 steps have been applied.
+    `max_skips` steps. The constants are heuristics, chosen by trial.
 
     Args:
       factor: a norm or loss more than this many spreads above the median is a spike;
         above 0, at most 1e6.
       least: the least distance of a spike above the median, in bits, where 1 bit is a
-        factor of 2; above 0, at most 1e6. While fewer than 24 norms are known, the
-        least distance is larger. Raise it if the rule skips good batches.
+        factor of 2; above 0, at most 1e6. Raise it if the rule skips good batches.
       window: how many norms and losses the rule keeps, from 16 to 2**20.
       max_skips: how many steps the rule may skip before applied steps make up for
         them, from 0 to 2**20. Raise it if bad steps come in longer runs.
@@ -86,209 +237,85 @@ def spikes(
       >>> print(should_apply, rule.skipped_by_rule)
       False 1
     """
-    return SpikeSkipRule(factor=factor, least=least, window=window, max_skips=max_skips)
+    return SpikeSkipRule(factor, least, window, max_skips)
 
 
-@user_names(rolling_interval_length="length")
-def olmo_core(
-    rolling_interval_length: int = 128, sigma_factor: float = 6
-) -> RollingSkipRule:
-    """Returns the rule of OLMo-core's `SkipStepOptimizer`.
+# The standard deviation of a normal distribution is this many times the distance from
+# its median to a quartile.
+_DEVIATION = 1.4826
+# With fewer steps in the window, nothing is a spike.
+_MIN_HISTORY = 8
+# With fewer, `least` is multiplied by this number / steps.
+_ENOUGH_HISTORY = 24.0
+# Marks an empty place of the window. It exceeds log2 of any float32, so it sorts last.
+_UNKNOWN = 1e3
+# An infinity would stop a program that runs with `jax_debug_infs`.
+_NO_LIMIT = 2.0**127
 
-    Once a window of steps is half full, the rule skips a step whose loss or norm is
-    more than `sigma_factor` unbiased standard deviations above the window's mean.
-    Skipped steps enter the window, too. The rule needs the step's loss: `minimize`
-    passes it on, and other calls need `value=loss`.
 
-    The original differs in two ways. It skips every step while its window contains a
-    NaN. With a length below 6, it always skips the second step, because the unbiased
-    standard deviation of a single number is NaN. Here it is 0, so the second step is
-    skipped only if its norm or loss is larger than that of the first.
+class SpikeSkipRule(SkipRule):
+    """The rule of `spikes`, which documents the arguments.
 
-    Args:
-      rolling_interval_length: how many steps the window contains, at least 2.
-      sigma_factor: a norm or loss more than this many standard deviations above the
-        mean is skipped.
-
-    Example:
-      >>> from optax_lossscale import skips
-      >>> rule, should_apply = skips.olmo_core().update(norm=1.0, value=2.5)
-      >>> print(should_apply)
-      True
+    Attributes:
+      norm_limit: the norm above which the last step would have been a spike, or 2**127
+        while fewer than 8 norms are known; float32, shape ().
+      value_limit: the same for the loss.
     """
-    # The original's window already contains the step that it judges.
-    least_history = _half(rolling_interval_length) - 1
-    return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
+    factor: float
+    least: float
+    window: int
+    max_skips: int
+    norm_limit: jax.Array = state_field(_NO_LIMIT)
+    value_limit: jax.Array = state_field(_NO_LIMIT)
+    # log2 of norms and of losses, newest first; float32, shape (2, window)
+    _last: jax.Array = state_field()
 
-@user_names(interval="rolling_interval_length", scaling_factor="sigma_factor")
-def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
-    """Returns the rule of MaxText's `skip_step_on_spikes`, with its config's defaults.
+    def __post_init__(self):
+        super().__post_init__()
+        self._check("factor", checks.number, 2.0**-126, 1e6)
+        self._check("least", checks.number, 2.0**-126, 1e6)
+        self._check("window", checks.integer, 16, 2**20)
+        self._check("max_skips", checks.integer, 0, 2**20)
+        self._set(_last=np.full((2, self.window), _UNKNOWN, np.float32))
 
-    This is the rule of `olmo_core`. It needs the step's loss and differs from the
-    original in the same ways. In addition, MaxText's trainer passes the norm of clipped
-    gradients to the rule. Here, the norm is computed before clipping, because the clip
-    is inside the wrapper.
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
+        # A loss of 0 is no spike, as only positive numbers can be.
+        numbers = jnp.stack([norm, jnp.float32(0) if value is None else value])
+        is_positive = numbers > 0
+        logs = jnp.log2(jnp.where(is_positive, numbers, 1))
+        limits = self._limits()
+        is_spike = jnp.any((logs > limits) & is_positive)
 
-    Args:
-      interval: how many steps the window contains, at least 2.
-      scaling_factor: a norm or loss more than this many standard deviations above the
-        mean is skipped.
+        # If the debt would be too large, spikes are too common to be accidents.
+        most = APPLIED_PER_SKIP * self.max_skips
+        is_accepted = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most)
+        should_apply = ~is_spike | is_accepted
 
-    Example:
-      >>> from optax_lossscale import skips
-      >>> skips.maxtext(interval=64).least_history
-      31
-    """
-    return olmo_core(interval, scaling_factor)
-
-
-@user_names(rolling_interval_length="length")
-def levanter(
-    rolling_interval_length: int = 128, sigma_factor: float = 6.0
-) -> RollingSkipRule:
-    """Returns the rule of Levanter's `SkipStepConfig`.
-
-    This is the rule of `olmo_core`, which needs the step's loss, with two changes. The
-    standard deviation is the biased one and at least 1e-6. One more step is applied
-    before any is skipped.
-
-    The original multiplies non-finite updates by 0, which leaves NaNs in the
-    parameters. Here, non-finite steps are skipped.
-
-    Args:
-      rolling_interval_length: how many steps the window contains, at least 2.
-      sigma_factor: a norm or loss more than this many standard deviations above the
-        mean is skipped.
-
-    Example:
-      >>> from optax_lossscale import skips
-      >>> skips.levanter(rolling_interval_length=64).least_history
-      32
-    """
-    return RollingSkipRule(
-        rolling_interval_length,
-        sigma_factor,
-        least_history=_half(rolling_interval_length),
-        ddof=0,
-        least_deviation=1e-6,
-    )
-
-
-@user_names(drop_norm="threshold")
-def axlearn(
-    drop_norm: float | DropNorm, grad_norm_ema_decay: float | None = None
-) -> ThresholdSkipRule | MovingAverageSkipRule:
-    """Returns the rule of AXLearn's `skip_and_clip_by_global_norm`, without the clip.
-
-    The clip, with its `max_norm`, belongs inside the wrapper:
-    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`.
-
-    Skipped steps do not change a threshold that follows the norms, so if norms stay
-    above it, every step is skipped, and `raise_if_stuck` raises an error. The rule
-    `spikes` accepts such norms after `max_skips` steps.
-
-    Args:
-      drop_norm: the threshold; a step with this norm or a larger one is skipped. For a
-        threshold that follows the norms, pass the result of
-        `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`.
-      grad_norm_ema_decay: the decay of the moving averages, in (0, 1), required if the
-        threshold follows the norms; ignored if `drop_norm` is a number.
-
-    Example:
-      >>> from optax_lossscale import skips
-      >>> drop_norm = skips.drop_norm_by_grad_norm_ema()
-      >>> rule = skips.axlearn(drop_norm, grad_norm_ema_decay=0.99)
-      >>> rule, should_apply = rule.update(1.0)
-      >>> rule, should_apply = rule.update(25.0)
-      >>> print(should_apply)
-      False
-    """
-    if not isinstance(drop_norm, DropNorm):
-        return ThresholdSkipRule(drop_norm, strict=True)
-    if grad_norm_ema_decay is None:
-        refuse(
-            "grad_norm_ema_decay",
-            grad_norm_ema_decay,
-            "a number such as 0.99 if drop_norm follows the norms",
+        with_logs = jnp.concatenate([logs[:, None], self._last[:, :-1]], axis=1)
+        is_remembered = (is_positive & should_apply)[:, None]
+        norm_limit, value_limit = jnp.exp2(jnp.minimum(limits, np.log2(_NO_LIMIT)))
+        new = self.replace(
+            _last=jnp.where(is_remembered, with_logs, self._last),
+            norm_limit=norm_limit,
+            value_limit=value_limit,
+            skip_debt=jnp.where(is_accepted, most, self.skip_debt),
         )
-    return MovingAverageSkipRule(
-        **drop_norm._asdict(), grad_norm_ema_decay=grad_norm_ema_decay
-    )
+        return new, should_apply
 
+    def _limits(self) -> jax.Array:
+        """Returns log2 of the limits of norm and loss; float32, shape (2,)."""
+        seen = jnp.sum(self._last < _UNKNOWN, axis=1)
+        count = jnp.maximum(seen, _MIN_HISTORY)
+        common_rank = count - jnp.maximum(3, count // 20)
+        ranks = jnp.stack([count // 2, 3 * count // 4, common_rank], axis=1)
+        ordered = jnp.sort(self._last)
+        median, quartile, common = jnp.take_along_axis(ordered, ranks, axis=1).T
 
-def drop_norm_by_grad_norm_ema(
-    multipliers: tuple[float, ...] = (20, 40, 100),
-) -> DropNorm:
-    """Returns a threshold for `axlearn`: a multiple of the mean norm.
-
-    The mean begins at 1, so if the first norms reach the smallest multiplier, every
-    step is skipped. In that case, use `drop_norm_by_grad_norm_stddev`, whose threshold
-    is 1e10 at first.
-
-    Args:
-      multipliers: only the smallest matters, as its threshold is the lowest.
-
-    Source: AXLearn's function of this name.
-
-    Example:
-      >>> from optax_lossscale import skips
-      >>> skips.drop_norm_by_grad_norm_ema((5, 10)).mean_factor
-      5.0
-    """
-    return DropNorm(mean_factor=_smallest(multipliers), stddev_factor=0.0, min_count=0)
-
-
-def drop_norm_by_grad_norm_stddev(
-    *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
-) -> DropNorm:
-    """Returns a threshold for `axlearn`: the mean norm plus some standard deviations.
-
-    Args:
-      min_count: how many steps must be applied before the threshold follows the norms.
-        Until then, it is 1e10.
-      multipliers: only the smallest matters, as its threshold is the lowest.
-
-    Source: AXLearn's function of this name.
-
-    Example:
-      >>> from optax_lossscale import skips
-      >>> skips.axlearn(skips.drop_norm_by_grad_norm_stddev(), 0.99).min_count
-      500
-    """
-    count = validation.count("min_count", min_count)
-    return DropNorm(1.0, stddev_factor=_smallest(multipliers), min_count=count)
-
-
-@user_names(grad_norm_skip_threshold="threshold")
-def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
-    """Returns the rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
-
-    If norms stay above it, every step is skipped, and `raise_if_stuck` raises an error.
-
-    Args:
-      grad_norm_skip_threshold: steps with a larger norm are skipped; positive, finite.
-
-    Example:
-      >>> from optax_lossscale import skips
-      >>> rule, should_apply = skips.megatron(10.0).update(10.5)
-      >>> print(should_apply)
-      False
-    """
-    return ThresholdSkipRule(grad_norm_skip_threshold)
-
-
-def _half(length: int) -> int:
-    """Returns how many steps fill half of a window of this length; at least 2."""
-    length = validation.int_between("length", length, least=2, most=2**20)
-    return max(2, length // 2)
-
-
-def _smallest(multipliers: tuple[float, ...]) -> float:
-    """Checks multipliers; returns the smallest, whose threshold is the lowest."""
-    allowed = "a tuple of positive numbers"
-    if not isinstance(multipliers, (tuple, list)) or not multipliers:
-        refuse("multipliers", multipliers, allowed)
-    return min(
-        validation.positive("multipliers", x, allowed=allowed) for x in multipliers
-    )
+        deviation = _DEVIATION * (quartile - median)
+        floor = self.least * jnp.maximum(1, _ENOUGH_HISTORY / count.astype(jnp.float32))
+        allowed = jnp.maximum(self.factor * deviation, floor)
+        limits = jnp.maximum(median + allowed, common + allowed / 2)
+        return jnp.where(seen < _MIN_HISTORY, _UNKNOWN, limits)

@@ -1,42 +1,49 @@
 """Settings that apply while a function is traced and are part of JAX's cache keys.
 
 For example, `diagnose` traces a loss function under `with DIAGNOSING(True):`. A call of
-`scale_gradient` inside that function reads `DIAGNOSING.value` and scales nothing.
+`scale_gradient` inside that function reads `DIAGNOSING.value` and scales nothing. A
+program that was compiled under one value never runs under another, which a global
+variable could not promise.
 
-A traced program depends on these settings, so they are user contexts of JAX rather than
-global variables. JAX makes the value of a user context part of its cache keys, so a
-program that was compiled under one value never runs under another.
-
-Do not create a context elsewhere: a new context changes the cache keys, so every
-function that was compiled before would be compiled again. The contexts here are created
-when the package is imported, before the first step is compiled. `jax.extend` is
-imported here for the same reason: since jax 0.12 it imports Pallas, which creates
-another context, and the modules of this package that use `jax.extend` are imported only
-later.
+A new setting changes the key of every function that JAX has compiled, so that each is
+compiled once more. So a setting is made by its first user: importing this package makes
+none, and nor does a training step.
 """
+
+import contextlib
+from typing import Any
 
 import jax
-import jax.extend
 
-AUTOCAST_DTYPE = jax.make_user_context(None)
-"""The dtype of products in a function that `autocast` is tracing; `None` elsewhere."""
 
-TESTING_OVERFLOW = jax.make_user_context(False)
-"""Whether a fixed loss scale is read as infinity, so that gradients overflow.
+class Context:
+    """A user context of JAX that does not exist before `create` is called."""
 
-`testing` sets this, because a fixed scale is a constant of the compiled step, and no
-argument of the step can replace it.
-"""
+    def __init__(self):
+        self._context: Any = None
 
-TESTING_METRICS = jax.make_user_context(False)
-"""Whether `metrics` returns the initial scale and zeros for the scale's other state.
+    def create(self) -> None:
+        """Makes the setting, if it was not made before."""
+        if self._context is None:
+            self._context = jax.make_user_context(None)
 
-`testing` sets this, because `assert_scale_invariant` would otherwise find that the
-metrics depend on the loss scale, as they should.
-"""
+    @property
+    def value(self) -> Any:
+        """The current value; None by default."""
+        return None if self._context is None else self._context.value
 
-DIAGNOSING = jax.make_user_context(False)
-"""Whether `diagnose` is tracing the function.
+    def __call__(self, value: Any) -> contextlib.AbstractContextManager[Any]:
+        """Sets the value in a `with` block; does nothing before `create`."""
+        if self._context is None:
+            return contextlib.nullcontext()
+        return self._context(value)
+
+
+AUTOCAST_DTYPE = Context()
+"""The dtype of products in a function that `autocast` traces; made by `cast_inputs`."""
+
+DIAGNOSING = Context()
+"""Whether `diagnose` is tracing the function; made by `diagnose`.
 
 If it is, this package issues no warnings and `scale_gradient` scales nothing, because
 `diagnose` itself reports on dtypes and tries loss scales.

@@ -7,8 +7,6 @@ first::
 
     float16(2**-15) / 2**15             # 0: the gradient has underflowed again
     float32(float16(2**-15)) / 2**15    # 2**-30
-
-`precise_product` multiplies the loss scale itself, which grows or backs off.
 """
 
 from collections.abc import Callable
@@ -75,24 +73,6 @@ def strongly_typed(x: Any, dtype: Any = None) -> Any:
     if dtype is None:
         dtype = dtype_of(x)
     return lax.convert_element_type(x, dtype)
-
-
-def precise_product(scale: jax.Array, factor: float) -> jax.Array:
-    """Multiplies a scale by a Python float; rounds only the product to float32."""
-    factor32 = np.float32(factor)
-    is_exact = float(factor32) == factor
-    if is_exact:
-        return scale * factor32
-    # To back off, TensorFlow may divide a scale by 3, and PyTorch multiply it by 0.3 in
-    # double precision. A product in float64, rounded to float32, is what both get. A
-    # float32 product with 1/3 may be an ulp off, because 1/3 is itself rounded. Nor
-    # would a division by 3 do, because XLA compiles it to that very product (read from
-    # a program compiled for CPU with jax 0.10). DeepSpeed and fairseq do not round
-    # their scale to float32, so after several changes it may differ from ours.
-    with jax.enable_x64(True):
-        wide = lax.convert_element_type(scale, np.float64)
-        product = wide * np.float64(factor)
-        return lax.convert_element_type(product, np.float32)
 
 
 def dtype_of(x: Any) -> np.dtype:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
 # Half of a unit in the last place of a bfloat16 number. It is added before the lower
@@ -50,7 +50,7 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     is `number` itself. Infinities and NaNs stay as they are.
     """
     narrow = ("float16", "bfloat16")
-    validation.one_of("the dtype of a parameter", str(dtype), narrow)
+    checks.one_of("the dtype of a parameter", str(dtype), narrow)
     if dtype == jnp.float16:
         rounded = number.astype(jnp.float16)
         return rounded.astype(jnp.float32), number

@@ -6,13 +6,10 @@ A subclass has two kinds of fields::
         limit: int = 10                          # configuration
         overflows: jax.Array = state_field(0)    # state
 
-*Configuration* never changes. The constructor accepts and checks it, and `get_config`
-returns it as a dict. It is part of the tree's structure, so it is static under `jit`.
-*State* changes from step to step. Its arrays are the leaves of the tree, and `replace`
-returns a copy with new ones.
-
-A subclass needs no decorator: `__init_subclass__` makes it a dataclass and registers it
-with JAX.
+*Configuration* never changes. The constructor accepts it, `__post_init__` checks it,
+and `get_config` returns it as a dict. It is part of the tree's structure, so it is
+static under `jit`. *State* changes from step to step. Its arrays are the leaves of the
+tree, and `replace` returns a copy with new ones.
 """
 
 import abc
@@ -29,8 +26,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import messages, validation
-from optax_lossscale._arrays.flax_serialization import register_with_flax
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.precision import T, dtype_of
 
 _DTYPE_OF_PYTHON_NUMBER = {bool: np.bool_, int: np.int32, float: np.float32}
@@ -50,7 +46,7 @@ def state_field(
       default: the initial value. A bool, int or float becomes a bool, int32 or float32
         scalar. Any other number or array is copied to an array with the dtype that
         `jnp.asarray` would choose. Without a default, `__post_init__` must set the
-        field, as it must for a typed PRNG key.
+        field.
       init: leave it at its default, which tells type checkers that the constructor has
         no argument for the field.
 
@@ -70,11 +66,10 @@ def state_field(
     metadata = {"is_state": True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    # All instances share a read-only NumPy value, because it is strongly typed and
-    # cannot be donated. A JAX array would start a backend when it is created, which
-    # must not happen before `jax.distributed.initialize`.
-    dtype = _DTYPE_OF_PYTHON_NUMBER.get(type(default))
-    array = np.array(default, dtype)
+    # All instances share a NumPy value: it is strongly typed and cannot be donated. A
+    # JAX array would start a backend, which must not happen before
+    # `jax.distributed.initialize`.
+    array = np.array(default, _DTYPE_OF_PYTHON_NUMBER.get(type(default)))
     array = array.astype(dtype_of(array))
     array.setflags(write=False)
     value = array[()]  # a NumPy scalar if the array has no dimensions
@@ -83,110 +78,64 @@ def state_field(
     )
 
 
-def checked(
-    check: validation.Check, *, default: Any = dataclasses.MISSING, **allowed: Any
-) -> Any:
-    """Declares a field of configuration with a check, which `__post_init__` calls.
-
-    The other keywords are passed to the check, as in
-    `checked(validation.int_between, least=0, most=24)`. If a subclass declares the
-    field again without a check, for example with another default, the field keeps this
-    check.
-    """
-    metadata = {"check": functools.partial(check, **allowed)}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(dataclasses.field, state_field, checked)
+    frozen_default=True, field_specifiers=(dataclasses.field, state_field)
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(abc.ABC):
     """The base class of loss scales and skip rules.
 
     Two instances are equal if they have the same class, configuration and state. `==`
-    compares the state only if class and configuration are equal. It then waits for the
-    device, or raises a `TypeError` if the state is traced.
+    waits for the device, or raises a `TypeError` if the state is traced.
 
     Attributes:
       _kind: "loss scale" or "skip rule", for errors.
       _state_names: the names of the state fields, in order.
       _static_names: the names of the configuration fields, in order.
-      _checks: the check of each configuration field that has one, by its name.
-      _state_checks: the checks of Python numbers and NumPy scalars that are passed to
-        `replace`, by the name of the state field.
-      _classes: all subclasses, in order of definition; one list for all of them.
     """
 
     _kind: ClassVar[str]
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
-    _checks: ClassVar[dict[str, validation.Check]] = {}
-    _state_checks: ClassVar[dict[str, validation.Check]] = {}
-    _classes: ClassVar[list[type[Self]]] = []
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_with_flax(cls)  # Flax may have been imported after the class.
-        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
         """Makes a subclass a frozen dataclass and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-        cls._classes.append(cls)
-        cls._list_fields()
+        fields = dataclasses.fields(cls)
+        cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
+        cls._static_names = [f.name for f in fields if "is_state" not in f.metadata]
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
 
-    @classmethod
-    def _list_fields(cls) -> None:
-        """Lists the names of state and configuration, and the configuration's checks.
-
-        `_checks` begins as a copy of the base class's, so a field that is declared
-        again without a check keeps its check.
-        """
-        cls._state_names = []
-        cls._static_names = []
-        cls._checks = dict(cls._checks)
-        for field in dataclasses.fields(cls):
-            if "is_state" in field.metadata:
-                cls._state_names.append(field.name)
-            else:
-                cls._static_names.append(field.name)
-            if "check" in field.metadata:
-                cls._checks[field.name] = field.metadata["check"]
-
     def __post_init__(self):
         """Checks the configuration; a subclass that overrides this must call it."""
-        for name, check in self._checks.items():
-            value = check(name, getattr(self, name))
-            self._set(**{name: value})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stateful):
             return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
-        validation.check_concrete("==", (self, other))
-        are_equal = jax.tree.map(np.array_equal, self, other)
-        return jax.tree.all(are_equal)
+        checks.check_concrete("==", (self, other))
+        return jax.tree.all(jax.tree.map(np.array_equal, self, other))
 
     def __hash__(self) -> int:
         # The state is left out, because arrays and tracers are not hashable.
         return hash((type(self), self._configuration()))
 
     def __repr__(self) -> str:
-        values = []
-        for field in dataclasses.fields(self):
-            if not field.name.startswith("_"):
-                values.append(f"{field.name}={getattr(self, field.name)!r}")
-        listed = ", ".join(values)
+        names = [f.name for f in dataclasses.fields(self) if f.name[0] != "_"]
+        listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"{type(self).__name__}({listed})"
 
     def _set(self, **values: Any) -> None:
         """Sets fields although the class is frozen; for an instance being created."""
         vars(self).update(values)
+
+    def _check(self, name: str, check: Callable[..., Any], *allowed: Any) -> None:
+        """Checks a field of configuration, and stores what the check returns."""
+        self._set(**{name: check(name, getattr(self, name), *allowed)})
 
     def replace(self, **state: ArrayLike) -> Self:
         """Returns a copy with new values of some state fields.
@@ -195,16 +144,13 @@ class Stateful(abc.ABC):
         compiled again.
 
         Args:
-          **state: the new values by field name. They may be numbers or arrays, also
-            traced ones. Their shapes are not checked.
+          **state: the new values by field name: numbers or arrays, also traced ones.
 
         Returns:
           The copy. All other fields are unchanged.
 
         Raises:
           TypeError: for a name that is not a state field.
-          ValueError: for a Python number or NumPy scalar that the field does not
-            allow, such as a `loss_scale` of 0; arrays are not checked.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -213,17 +159,9 @@ class Stateful(abc.ABC):
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
                 f"fields are {known}. For another configuration, construct a new one"
             )
-        for name, check in self._state_checks.items():
-            value = state.get(name)
-            # Reading an array would wait for the device.
-            if isinstance(value, (int, float, np.generic)):
-                check(name, value)
-        arrays = {}
-        for name, value in state.items():
-            old_dtype = dtype_of(getattr(self, name))
-            arrays[name] = jnp.asarray(value, old_dtype)
         new = copy.copy(self)
-        new._set(**arrays)
+        for name, value in state.items():
+            new._set(**{name: jnp.asarray(value, dtype_of(getattr(self, name)))})
         return new
 
     def get_config(self) -> dict[str, Any]:
@@ -235,10 +173,8 @@ class Stateful(abc.ABC):
           A dict with the keys "class_name" and "config". It can be stored as JSON for a
           class of this library, and for a class of your own if its field values can be.
         """
-        config = {}
-        for field in dataclasses.fields(self):
-            if field.init:
-                config[field.name] = getattr(self, field.name)
+        fields = dataclasses.fields(self)
+        config = {f.name: getattr(self, f.name) for f in fields if f.init}
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
@@ -248,8 +184,8 @@ class Stateful(abc.ABC):
         Args:
           config: `{"class_name": …, "config": {…}}`, with the name of this class or of
             a subclass. If several classes have the name, the last one defined is built.
-            If your class has the name of a class of this library, put its module before
-            the name, as in `my_module.DynamicLossScale`. `get_config` does so.
+            A class of yours with the name of a class of this library is named with its
+            module, as in `my_module.DynamicLossScale`.
 
         Returns:
           An instance of that class, in its initial state.
@@ -264,20 +200,18 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        class_of_name = {}
-        for subclass in cls._classes:
-            if issubclass(subclass, cls) and not inspect.isabstract(subclass):
-                class_of_name[_config_name(subclass)] = subclass
+        classes = [c for c in _family(cls) if not inspect.isabstract(c)]
+        class_of_name = {_config_name(c): c for c in classes}
         match config:
             case {"class_name": str(name), "config": arguments, **rest} if (
                 name in class_of_name and not rest
             ):
-                return construct(class_of_name[name], arguments)
-        names = ", ".join(sorted(class_of_name))
+                return _construct(class_of_name[name], arguments)
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
-            f"'config', as from get_config(), got {messages.shown(config)}. The known "
-            f"classes are {names}. Import the module that defines yours first"
+            f"'config', as from get_config(), got {checks.shown(config)}. The known "
+            f"classes are {', '.join(sorted(class_of_name))}. Import the module that "
+            "defines yours first"
         )
 
     def _configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -299,23 +233,9 @@ class Stateful(abc.ABC):
     def _unflatten(cls, configuration: Any, state: Any) -> Self:
         """Builds an instance without checks, as JAX passes placeholders, too."""
         self = cls.__new__(cls)  # `__init__` would set the initial state
-        state_by_name = dict(zip(cls._state_names, state, strict=True))
-        self._set(**dict(configuration), **state_by_name)
+        self._set(**dict(configuration))
+        self._set(**dict(zip(cls._state_names, state, strict=True)))
         return self
-
-
-def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """Calls `cls(**config)`, or raises a `ValueError` that lists the possible keys."""
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(**config)
-    except TypeError as error:
-        keys = ", ".join(signature.parameters)
-        raise ValueError(
-            f"the config of {cls.__name__} must be a dict with keys among {keys}, got "
-            f"{messages.shown(config)}. Keys without a default are required"
-        ) from error
-    return cls(**config)
 
 
 def check_successor(new: Any, old: Stateful, method: str) -> None:
@@ -324,26 +244,16 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
     A user's `method` has returned `new`. It must have the class and configuration of
     `old`, and state of the same shapes. Dtypes are not checked.
     """
-    leaves, structure = jax.tree.flatten(new)
-    old_leaves, old_structure = jax.tree.flatten(old)
-    shapes = list(map(np.shape, leaves))
-    old_shapes = list(map(np.shape, old_leaves))
-    if structure != old_structure or shapes != old_shapes:
+    is_like_old = jax.tree.structure(new) == jax.tree.structure(old) and (
+        list(map(np.shape, jax.tree.leaves(new)))
+        == list(map(np.shape, jax.tree.leaves(old)))
+    )
+    if not is_like_old:
         raise TypeError(
             f"the {old._kind} that {type(old).__name__}.{method} returns must have the "
             "class and configuration of the old one, and state of the same shapes. "
-            f"Make it with self.replace(…). Got {messages.shown(new)}"
+            f"Make it with self.replace(…). Got {checks.shown(new)}"
         )
-
-
-def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
-    """Returns `if_true` if the flag is True, else `if_false`; the flag may be traced.
-
-    Both are loss scales or both are skip rules, with the same structure. Each leaf is
-    chosen by `jnp.where`.
-    """
-    choose_leaf = functools.partial(jnp.where, flag)
-    return jax.tree.map(choose_leaf, if_true, if_false)
 
 
 def as_flag(flag: Any, owner: Stateful, method: str) -> jax.Array:
@@ -360,12 +270,40 @@ def as_flag(flag: Any, owner: Stateful, method: str) -> jax.Array:
     return flag
 
 
+def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
+    """Returns `if_true` if the flag is True, else `if_false`; the flag may be traced.
+
+    Both are loss scales or both are skip rules, with the same structure.
+    """
+    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
+
+
+def _construct(cls: Callable[..., Any], config: Any) -> Any:
+    """Calls `cls(**config)`, or raises a `ValueError` that lists the possible keys."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**config)
+    except TypeError as error:
+        keys = ", ".join(signature.parameters)
+        raise ValueError(
+            f"the config of {cls.__name__} must be a dict with keys among {keys}, got "
+            f"{checks.shown(config)}. Keys without a default are required"
+        ) from error
+    return cls(**config)
+
+
+def _family(cls: type[Stateful]) -> list[type[Stateful]]:
+    """Returns a class and its subclasses, at any depth, in order of definition."""
+    subclasses = cls.__subclasses__()
+    return [cls, *(c for subclass in subclasses for c in _family(subclass))]
+
+
 def _config_name(cls: type[Stateful]) -> str:
     """Returns the name of a class in a config.
 
-    If a user's class has the name of one of ours, the name begins with its module.
+    A user's class with the name of one of ours is named with its module.
     """
-    our_names = {c.__name__ for c in Stateful._classes if _is_ours(c)}
+    our_names = {c.__name__ for c in _family(Stateful) if _is_ours(c)}
     if cls.__name__ in our_names and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__
@@ -373,5 +311,4 @@ def _config_name(cls: type[Stateful]) -> str:
 
 def _is_ours(cls: type[Stateful]) -> bool:
     """Whether a class is defined in this library."""
-    package = cls.__module__.partition(".")[0]
-    return package == "optax_lossscale"
+    return cls.__module__.partition(".")[0] == "optax_lossscale"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays import messages, validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._autocast.narrow import narrow
 from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._autocast.recompute import recompute
@@ -134,7 +134,7 @@ def autocast(fun: Callable[..., Any] = _MISSING, dtype: Any = jnp.float16) -> An
     """
     if fun is _MISSING:
         return _Decorator(dtype)
-    validation.check_function("fun", fun)
+    checks.check_function("fun", fun)
     low = _low_dtype(dtype)
 
     @functools.wraps(fun)
@@ -147,7 +147,7 @@ def autocast(fun: Callable[..., Any] = _MISSING, dtype: Any = jnp.float16) -> An
             reasons = why_none_is_narrowed(call.program)
             if reasons:
                 why = "; ".join(reasons)
-                messages.warn(
+                checks.warn(
                     f"autocast leaves every matrix product as it is, because of {why}"
                 )
             narrowed = jax.make_jaxpr(narrow(call.program, low))(call.arrays)
@@ -165,5 +165,5 @@ def _low_dtype(dtype: Any) -> np.dtype:
     except TypeError:  # no dtype at all
         low = None
     if low not in HALVES:
-        messages.refuse("dtype", dtype, "float16 or bfloat16")
+        checks.refuse("dtype", dtype, "float16 or bfloat16")
     return low

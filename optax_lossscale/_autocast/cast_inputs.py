@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import find_nodes, is_variable, map_leaves
 from optax_lossscale._programs.values import FLOAT32, astype, dtype_in
@@ -55,7 +55,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
       float16
       dtype('float32')
     """
-    validation.check_function("fun", fun)
+    checks.check_function("fun", fun)
+    AUTOCAST_DTYPE.create()
 
     @functools.wraps(fun)
     def with_cast_inputs(*args, **kwargs):

@@ -5,7 +5,7 @@ this file only when it is called. Without matplotlib, an `ImportError` says how 
 install it.
 """
 
-from optax_lossscale._arrays import messages
+from optax_lossscale._arrays import checks
 
 try:
     import matplotlib.pyplot as plt
@@ -32,7 +32,7 @@ def axes_for(axes: Axes | None, height: float) -> Axes:
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")
     if not isinstance(axes, Axes):
-        got = messages.shown(axes)
+        got = checks.shown(axes)
         raise TypeError(f"axes must be one matplotlib Axes, got {got}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.contexts import DIAGNOSING
-from optax_lossscale._arrays.placement import in_mesh_of
+from optax_lossscale._diagnosis.placement import in_mesh_of
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._diagnosis.advice import verdict_and_advice
@@ -32,8 +32,7 @@ from optax_lossscale._programs.call import as_program
 from optax_lossscale._programs.values import is_inexact_dtype, is_narrow_dtype
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.loss import check_keywords
+from optax_lossscale._step.get_loss_scale import get_loss_scale
 from optax_lossscale._step.state import loss_scales_in
 
 
@@ -118,11 +117,11 @@ def diagnose(
       >>> print(report.initial_scale)
       2**31, with 2 bits to spare before gradients overflow
     """
-    validation.check_function("loss_fn", loss_fn)
-    check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
-    validation.check_concrete("diagnose", (params, args, kwargs, opt_state))
+    checks.check_function("loss_fn", loss_fn)
+    checks.check_concrete("diagnose", (params, args, kwargs, opt_state))
     # Values that are not finite must be reported, not raised as errors, and the host
     # must be allowed to read all values.
+    DIAGNOSING.create()
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.cached import cached_by_program
@@ -140,7 +140,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       >>> report.shares
       {dtype('float32'): 1.0}
     """
-    validation.check_function("fun", fun)
+    checks.check_function("fun", fun)
     with as_program(fun, args, kwargs) as call:
         return DtypeReport(products_in(call.program, usual_precision()))
 

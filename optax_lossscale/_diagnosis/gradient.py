@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.checks import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._diagnosis.equations import equations

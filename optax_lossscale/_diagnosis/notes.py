@@ -16,7 +16,7 @@ from operator import attrgetter
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.names import natural_sort_key
+from optax_lossscale._diagnosis.names import natural_sort_key
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.old_operations import Trait, traits_of
 from optax_lossscale._diagnosis.text import abridged

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.old_operations import TABLE, Trait, traits
@@ -187,7 +187,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       >>> report.products[0].operands
       (dtype('float32'), dtype('float16'))
     """
-    validation.check_function("fun", fun)
+    checks.check_function("fun", fun)
     with as_program(fun, args, kwargs) as call:
         return report_of(open_jaxpr(call.program))
 

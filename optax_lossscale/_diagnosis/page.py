@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.notes import AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.old_dtypes import DtypeReport
 from optax_lossscale._diagnosis.old_operations import Trait, traits_of

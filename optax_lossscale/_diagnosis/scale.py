@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.notes import ALL, Note, least_infinite, least_normal
 from optax_lossscale._diagnosis.paths import jump, path_from
 from optax_lossscale._diagnosis.value import Value

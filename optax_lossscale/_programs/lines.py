@@ -1,7 +1,7 @@
 """The line of the user's code that made an equation, for messages and reports.
 
 JAX stores a traceback with each equation. The user's line is the innermost frame of
-this traceback that is neither in JAX nor in a framework (`_arrays/messages.py` lists
+this traceback that is neither in JAX nor in a framework (`_arrays/checks.py` lists
 the frameworks as `LIBRARIES`). For `nn.Dense(3)(x)` in line 12 of `model.py`, the
 user's line is `model.py:12 (f)`, not the line of `Dense` that multiplies.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._arrays.messages import LIBRARIES
+from optax_lossscale._arrays.checks import LIBRARIES
 
 
 def users_line(eqn: JaxprEqn) -> str:

@@ -1,13 +1,10 @@
 """The fixed loss scale, which never changes.
 
-It has no state: the scale is configuration, so a compiled step contains it as a
-constant, which XLA can fold into other constants. With a scale of 1, the step contains
-no scaling. This is the loss scale that `with_loss_scale` uses if it is given a number,
-as in `with_loss_scale(optimizer, 1024)`, or None, which stands for a scale of 1.
+The scale is configuration rather than state, so a compiled step contains it as a
+constant. With a scale of 1, the step contains no scaling.
 """
 
 import dataclasses
-import math
 from typing import Any, Self
 
 import jax
@@ -15,29 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.contexts import TESTING_OVERFLOW
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
-from optax_lossscale._scales.loss_scale import LossScale
-
-# The reciprocal of a larger scale is subnormal in float32, which XLA may flush to zero.
-_MAX_INVERTIBLE = 2.0**126
+from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 
 
 class FixedLossScale(LossScale):
-    """A constant loss scale.
+    """A constant loss scale; `update` checks nothing.
 
     Use it if you have measured a scale at which gradients neither overflow nor
-    underflow. You can pass the number alone: `with_loss_scale(optimizer, 1024)`.
-
-    If gradients do overflow, the scale stays as it is, and `with_loss_scale` skips the
-    step, unless `skip=None`; `update` itself checks nothing. A compiled step contains
-    the scale as a constant, and with a scale of 1, it contains no scaling at all.
+    underflow. You can pass the number alone: `with_loss_scale(optimizer, 1024)`. If
+    gradients do overflow, `with_loss_scale` skips the step, unless `skip=None`.
 
     Args:
-      scale: from 2**-126 to 2**126, so that it and its reciprocal are normal float32
-        numbers.
+      scale: from 2**-60 to 2**60.
 
     Raises:
       ValueError: if `scale` is not a number in this range.
@@ -58,10 +47,7 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)
 
     def __init__(self, scale: float):
-        number = validation.number_between(
-            "scale", scale, least=validation.SMALLEST_NORMAL, most=_MAX_INVERTIBLE
-        )
-        super().__init__(number)
+        super().__init__(checks.number("scale", scale, SMALLEST_SCALE, LARGEST_SCALE))
 
     def __init_subclass__(cls, **kwargs: Any):
         # The `__init__` above accepts only `scale`, so a subclass could not initialize
@@ -71,7 +57,7 @@ class FixedLossScale(LossScale):
         )
 
     def __call__(self) -> jax.Array:
-        return jnp.float32(self._number())
+        return jnp.float32(self.initial_scale)
 
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
@@ -86,26 +72,17 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        if self._number() == 1:
-            return _widened(tree)
-        return super().scale(tree)
+        is_one = (
+            self.initial_scale == 1
+        )  # floats of 16 bits become float32 all the same
+        return map_inexact(jnp.asarray, tree) if is_one else super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        if self._number() == 1:
-            return _widened(tree)
-        return super().unscale(tree)
+        is_one = self.initial_scale == 1
+        return map_inexact(jnp.asarray, tree) if is_one else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
-    def _number(self) -> float:
-        """Returns the scale, or infinity while `testing` makes gradients overflow."""
-        return math.inf if TESTING_OVERFLOW.value else self.initial_scale
-
     def _upper_bound(self) -> float:
         return self.initial_scale
-
-
-def _widened(tree: T) -> T:
-    """Converts floats of 16 bits or fewer to float32, as any other scale does."""
-    return map_inexact(lambda x: x, tree)

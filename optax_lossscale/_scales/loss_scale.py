@@ -23,28 +23,34 @@ ones overflow to infinity. The step is then skipped, and the scale lowered. A
     loss_scale, should_apply = loss_scale.update(grads)
 
 `update` reduces its check of the gradients to one flag and passes that to `adjust`,
-which each subclass defines. Loss scales that measure the gradients override `update` as
-well.
-
-What this file says about XLA was read from programs compiled with jax 0.10 to 0.12.
-Compile times were measured on CPU only.
+which each subclass defines. A loss scale that measures the gradients overrides `update`
+as well.
 """
 
 import abc
 import functools
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.finite import AxisName, all_finite, on_all_replicas
 from optax_lossscale._arrays.precision import T, map_inexact
-from optax_lossscale._arrays.stateful import Stateful, checked, state_field
+from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
+
+SMALLEST_SCALE = 2.0**-60
+LARGEST_SCALE = 2.0**60
+"""Every scale lies between these, so that a step can use it.
+
+Neither its reciprocal nor the square of that leaves float32's normal numbers.
+"""
+
+
+LossScaleT = TypeVar("LossScaleT", bound="LossScale")
 
 
 class LossScale(Stateful):
@@ -59,19 +65,17 @@ class LossScale(Stateful):
       `state_field`.
 
     A loss scale is immutable: `update` and `adjust` return a new one. If you define
-    `__post_init__`, call `super().__post_init__()` in it. Whatever the sequence of
-    steps, `adjust` must return a scale that is finite and positive, so give the scale
-    bounds, as the example below does.
+    `__post_init__`, call `super().__post_init__()` in it. A scale beyond 2**-60 or
+    2**60 is brought back to that bound after each step.
 
     Args:
-      initial_scale: the loss scale before the first step, a Python float.
+      initial_scale: the loss scale before the first step, from 2**-60 to 2**60.
 
     Attributes:
       loss_scale: the current loss scale; float32, shape ().
 
     Raises:
-      ValueError: if `initial_scale` is not a number in the range of float32's positive,
-        normal numbers.
+      ValueError: if `initial_scale` is not a number in this range.
 
     Example:
       A scale that halves on overflow and grows by 1% on any other step:
@@ -83,8 +87,7 @@ class LossScale(Stateful):
       ...
       ...     def adjust(self, grads_finite):
       ...         factor = jnp.where(grads_finite, self.rate, 0.5)
-      ...         scale = jnp.clip(self.loss_scale * factor, 1.0, 2.0**24)
-      ...         return self.replace(loss_scale=scale)
+      ...         return self.replace(loss_scale=self.loss_scale * factor)
       >>> ls = Creeping(initial_scale=1000.0)
       >>> ls, should_apply = ls.update({"w": jnp.array([jnp.inf])})
       >>> print(ls(), should_apply)
@@ -92,26 +95,12 @@ class LossScale(Stateful):
     """
 
     _kind = "loss scale"
-    _state_checks: ClassVar = {"loss_scale": validation.scale}
-    initial_scale: float = checked(validation.scale, default=2.0**15)
+    initial_scale: float = 2.0**15
     loss_scale: jax.Array = state_field()
-    # Who checks that the gradients are finite:
-    # - "step": the training step, which passes the answer to `adjust` and does not call
-    #   `update`.
-    # - "update": `update` itself.
-    # - "unknown": `update` is an override without a promise to check, such as that of
-    #   `FixedLossScale`. The step checks the gradients, too, unless `skip=None`.
-    _gradients_checked_by: ClassVar[Literal["step", "update", "unknown"]] = "step"
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        # The attribute describes the `update` of the same class, so it is not inherited
-        # by a class that overrides `update`.
-        owner = next(c for c in cls.__mro__ if "update" in vars(c))
-        cls._gradients_checked_by = vars(owner).get("_gradients_checked_by", "unknown")
 
     def __post_init__(self):
         super().__post_init__()
+        self._check("initial_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
         self._set(loss_scale=np.float32(self.initial_scale))
 
     def __call__(self) -> jax.Array:
@@ -121,6 +110,12 @@ class LossScale(Stateful):
         scale that you have just made and in every `FixedLossScale`.
         """
         return jnp.asarray(self.loss_scale, jnp.float32)
+
+    def replace(self, **state: ArrayLike) -> Self:
+        scale = state.get("loss_scale")
+        if isinstance(scale, int | float):  # The host cannot read an array.
+            checks.number("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
+        return super().replace(**state)
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
@@ -160,7 +155,13 @@ class LossScale(Stateful):
             `shard_map`.
         """
         finite = on_all_replicas(all_finite(grads), axis_name)
-        return self.adjust(finite), finite
+        return self._adjusted(finite), finite
+
+    def _adjusted(self, grads_finite: ArrayLike) -> Self:
+        """Returns what `adjust` returns, checked, with the scale within its bounds."""
+        new = self.adjust(grads_finite)
+        check_successor(new, self, "adjust")
+        return within_bounds(new)
 
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed at a scale that could not be lowered.
@@ -200,17 +201,14 @@ class LossScale(Stateful):
           dtype may become 0, and those above become infinite. All others are exact if
           the scale is a power of two, and within two ulps otherwise.
         """
-        # Leaves of the same dtype share their factors, which makes tracing faster.
-        inverse_factors = functools.cache(self._inverse_factors)
+
+        @functools.cache
+        def reciprocal(dtype):
+            return 1 / self().astype(dtype)
 
         def unscale_leaf(x):
-            real_dtype = jnp.finfo(x.dtype).dtype
-            first, second = inverse_factors(real_dtype)
-            # With strict promotion, JAX refuses to multiply complex by real arrays, so
-            # the factors are cast. For real leaves, the casts do nothing.
-            first = first.astype(x.dtype)
-            second = second.astype(x.dtype)
-            return x * first * second
+            # The cast matters for complex leaves alone.
+            return x * reciprocal(jnp.finfo(x.dtype).dtype).astype(x.dtype)
 
         return map_inexact(unscale_leaf, tree)
 
@@ -218,34 +216,10 @@ class LossScale(Stateful):
         """Returns a number that the scale never exceeds; infinity if none is known."""
         return math.inf
 
-    def _inverse_factors(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
-        """Returns two scalars of a real dtype whose product is `1 / scale`.
 
-        XLA compiles `x / scale` to `x * (1 / scale)`. For scales above 2**126, this
-        reciprocal is subnormal, and on CPU it is flushed to zero, so `unscale`
-        multiplies by two factors, one after the other. If a step closes over an
-        adaptive scale, the scale is a constant, and the barrier keeps XLA from folding
-        its factors into one. A fixed scale has no leaves, so the barrier does nothing
-        for it.
-        """
-        scale = lax.optimization_barrier(self)()
-        is_huge = scale > 2.0**126
-        shift = jnp.where(is_huge, 4.0, 1.0).astype(dtype)
-        # The first factor is a division because XLA computes a division once, whereas
-        # it repeats a cheaper operation, such as a select, in the kernel of each leaf.
-        factors = (1 / shift, shift / scale.astype(dtype))
-        if not jax.tree.leaves(self):
-            return factors  # A fixed scale has no state, so these are constants.
-        return lax.platform_dependent(
-            *factors, cpu=_in_one_array, default=lambda *factors: factors
-        )
-
-
-def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """Packs scalars into one array and returns them read back from it.
-
-    On CPU, kernels compile faster if they have fewer arguments. On GPU, the packing
-    would make XLA merge the kernels of several leaves, and merged kernels may take
-    longer to compile.
-    """
-    return tuple(lax.optimization_barrier(jnp.stack(scalars)))
+def within_bounds(loss_scale: LossScaleT) -> LossScaleT:
+    """Brings a scale that a rule has chosen back to 2**-60 or 2**60, if beyond."""
+    if "loss_scale" not in loss_scale._state_names:
+        return loss_scale  # a fixed one
+    scale = jnp.clip(loss_scale.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
+    return loss_scale.replace(loss_scale=scale)

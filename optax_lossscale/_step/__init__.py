@@ -12,16 +12,14 @@ Each line of a step has its file::
 `with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.
 `metrics.py`, `stuck.py` and `where_applied.py` read the state that a step returns.
 
-All other files help these. `get.py` finds the loss scale that an argument describes or
-a state holds. `loss.py` checks the loss, `grad_dtype.py` casts parameters, `mask.py`
-reads the argument `mask`, and `missing_gradients.py` puts zeros in place of missing
-gradients. `state.py` defines the state and, with `nesting.py`, checks it.
-`master_weights.py` and `master_weights_state.py` wrap an inner optimizer so that it
+All other files help these. `get_loss_scale.py` finds the loss scale that an argument
+describes or a state holds. `loss.py` checks the loss, `mask.py` reads the argument
+`mask`, and `missing_gradients.py` puts zeros in place of missing gradients. `state.py`
+defines the state and checks it. `master_weights.py` wraps an inner optimizer so that it
 trains 16-bit parameters in float32.
 
 A few words have one meaning in all of these files. The *inner* optimizer is the one
 that `with_loss_scale` wraps. Gradients are *scaled* until they are divided by the loss
-scale, then *unscaled*. A step is *finite* if its gradients and its loss contain no NaN
-and no infinity and, with a skip rule, if its gradient norm is finite as well. A step is
-*applied* if the inner optimizer may change the parameters; otherwise it is *skipped*.
+scale, then *unscaled*. A step is *finite* if its gradients, their norm and its loss
+contain no NaN and no infinity. A step is *applied* if the inner optimizer may change the parameters; otherwise it is *skipped*.
 """

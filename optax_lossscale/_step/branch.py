@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lossscale._arrays.checks import is_traced
 from optax_lossscale._arrays.precision import strongly_typed
-from optax_lossscale._arrays.validation import is_traced
 from optax_lossscale._step.decision import Flag
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState

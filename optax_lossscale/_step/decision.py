@@ -2,15 +2,14 @@
 
 A step is applied if all of these hold:
 
-1. The unscaled gradients are finite (unless `skip=None`).
-2. The loss scale's `update` allows it. By default, `update` makes the same check.
-3. The true loss is finite, if it was passed to the step (unless `skip=None`).
-4. With a skip rule, the gradient norm is below 2**64, so that its square is finite in
-   float32, and the rule accepts the step.
+1. The unscaled gradients are finite.
+2. The sum of their squares is finite in float32: their norm is below 2**64. A gradient
+   of 1e20 is finite, but would make Adam's second moment infinite for good.
+3. The true loss is finite, if it was passed to the step.
+4. The loss scale's `update` allows it, if the loss scale has one of its own.
+5. The skip rule accepts the step, if there is one.
 
-Each of the first three checks may be turned off. It then costs nothing, because its
-result is Python's True instead of a bool array (the type `Flag`). The rule decides
-last.
+With `skip=None`, the loss scale's `update` alone decides.
 
 If replicas decided differently, their parameters would diverge. With an `axis_name`,
 everything that the decision depends on is therefore reduced over that axis first: flags
@@ -25,23 +24,22 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_lossscale._arrays.checks import LARGEST_FLOAT32
 from optax_lossscale._arrays.finite import (
     AxisName,
-    all_finite,
     norm_and_all_finite,
     on_all_replicas,
     reduce_replicas,
 )
-from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.stateful import as_flag, check_successor, choose
-from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._scales.loss_scale import LossScale, within_bounds
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState
+from optax_lossscale.skips import SkipRule
 
-Skip = SkipRule | Literal["nonfinite"]
+Skip = Literal["nonfinite"] | SkipRule
 
-Flag: TypeAlias = jax.Array | Literal[True]
+Flag: TypeAlias = jax.Array | bool
 """A bool array of shape (), or Python's True if nothing was checked."""
 
 
@@ -55,74 +53,77 @@ def decide_step(
 
     `new_state` is the state after the step, but still with the old inner state.
 
-    The loss scale does not adapt if the loss is not finite, if finite gradients have a
-    norm of 2**64 or more, or if the rule skips the step: another scale would not have
-    helped, and a skipped step should not count towards the growth of the scale.
+    The loss scale adapts to an applied step and to gradients that are not finite. It
+    stays as it was if the step is skipped for another reason: another scale would not
+    have helped, and a skipped step should not count towards its growth.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
-    norm, grads_finite = _check_gradients(grads, state, skip, axis_name)
-    adapted, scale_allows = _adapt(state.loss_scale, grads, grads_finite, axis_name)
-    loss_finite: Flag = True
-    if value is not None and skip is not None:
-        loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    passed = grads_finite & scale_allows & loss_finite
-    if passed is True:
-        # Nothing was checked. The counts stay as they were, so that they cost the step
-        # nothing.
-        return True, state._replace(loss_scale=adapted)
+    if skip is None:
+        loss_scale, should_apply = _update(state.loss_scale, grads, axis_name)
+        new_state = state._replace(loss_scale=loss_scale)
+        if should_apply is True:
+            # The counts stay as they were, so that they cost the step nothing.
+            return True, new_state
+        return should_apply, _count(new_state, should_apply)
 
-    passed = jnp.asarray(passed)
-    should_apply = passed
-    scale_adapts = loss_finite
+    norm, finite = _norm_and_finite(grads, axis_name)
+    adapted, finite = _adapt(state.loss_scale, grads, finite, axis_name)
+    loss_finite = True
+    if value is not None:
+        loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
+    should_apply = finite & jnp.isfinite(norm) & loss_finite
     rule = state.skip_rule
     if rule is not None:
-        assert norm is not None  # for type checkers: it is measured for the rule
-        rule, should_apply = _run_rule(rule, norm, value, passed, axis_name)
-        # If the step passed the other checks but is skipped here, the loss scale stays
-        # as it was.
-        scale_adapts = loss_finite & (should_apply | ~passed)
-    _check_replicas_agree(should_apply, state)
-    loss_scale = choose(scale_adapts, adapted, state.loss_scale)
-    new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
+        rule, should_apply = _run_rule(rule, norm, value, should_apply, axis_name)
+    scale_adapts = loss_finite & (should_apply | ~finite)
+    new_state = state._replace(
+        loss_scale=choose(scale_adapts, adapted, state.loss_scale),
+        gradient_norm=norm,
+        skip_rule=rule,
+    )
     return should_apply, _count(new_state, should_apply)
 
 
-def _check_gradients(
-    grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
-) -> tuple[jax.Array | None, Flag]:
+def _norm_and_finite(
+    grads: Any, axis_name: AxisName | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns the norm of the gradients and whether they are finite on all replicas.
 
-    A skip rule needs the norm, which is computed together with the check. Without a
-    rule, the norm is None, and the gradients are checked only if something depends on
-    the answer and the loss scale's `update` does not check them itself.
+    The norm is infinite if they are not finite, or if their squares overflow. Replicas
+    exchange one number: infinity if gradients are not finite, the largest float32 if
+    only their squares overflow, else the norm.
     """
-    if state.skip_rule is not None:
-        norm, finite = norm_and_all_finite(grads)
-        norm = reduce_replicas(lax.pmax, norm, axis_name)
-        return norm, on_all_replicas(finite, axis_name)
-    checked_by = state.loss_scale._gradients_checked_by
-    if checked_by == "step" or (checked_by == "unknown" and skip is not None):
-        return None, on_all_replicas(all_finite(grads), axis_name)
-    return None, True
+    norm, finite = norm_and_all_finite(grads)
+    bounded = jnp.minimum(norm, LARGEST_FLOAT32)
+    number = jnp.where(finite, bounded, jnp.inf)
+    largest = reduce_replicas(lax.pmax, number, axis_name)
+    norm = jnp.where(largest < LARGEST_FLOAT32, largest, jnp.inf)
+    return norm, jnp.isfinite(largest)
 
 
 def _adapt(
-    loss_scale: LossScale, grads: Any, grads_finite: Flag, axis_name: AxisName | None
-) -> tuple[LossScale, Flag]:
-    """Returns the next loss scale and whether the current one allows the step.
+    loss_scale: LossScale, grads: Any, finite: jax.Array, axis_name: AxisName | None
+) -> tuple[LossScale, jax.Array]:
+    """Returns the next loss scale, and whether it takes the gradients to be finite.
 
-    If a loss scale inherits `LossScale.update`, which would check the gradients again
-    only to pass the answer to `adjust`, its `adjust` is called directly, with
-    `grads_finite`.
+    A loss scale that has no `update` of its own is given the flag: its `update` would
+    check the gradients again, only to pass the same flag to `adjust`.
     """
-    if loss_scale._gradients_checked_by == "step":
-        new = loss_scale.adjust(grads_finite)
-        check_successor(new, loss_scale, "adjust")
-        return new, True
+    if type(loss_scale).update is LossScale.update:
+        return loss_scale._adjusted(finite), finite
+    new, allows = _update(loss_scale, grads, axis_name)
+    return new, finite & allows
+
+
+def _update(
+    loss_scale: LossScale, grads: Any, axis_name: AxisName | None
+) -> tuple[LossScale, Flag]:
+    """Returns the next loss scale and whether it allows the step, by `update`."""
     new, allows = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "update")
-    return new, allows if allows is True else as_flag(allows, loss_scale, "update")
+    flag = True if allows is True else as_flag(allows, loss_scale, "update")
+    return within_bounds(new), flag
 
 
 def _run_rule(
@@ -134,22 +135,19 @@ def _run_rule(
 ) -> tuple[SkipRule, jax.Array]:
     """Returns the next skip rule and whether to apply the step.
 
-    `passed` is whether the step passed all other checks. The rule runs on every step,
-    without a branch. If the step failed a check, or if its norm or loss is not finite,
-    the rule's decision and new state are discarded, and only the rule's `gradient_norm`
-    changes: it becomes infinite.
+    The rule runs on every step, without a branch. If the step did not pass the other
+    checks, its decision and its new state are discarded.
     """
-    may_apply = passed & jnp.isfinite(norm)
     if value is not None:
         value = reduce_replicas(lax.pmean, value.astype(jnp.float32), axis_name)
-        may_apply = may_apply & jnp.isfinite(value)
+        passed = passed & jnp.isfinite(value)
     updated, allows = rule.update(norm, value)
-    not_updated = rule.replace(gradient_norm=jnp.inf)
-    return choose(may_apply, updated, not_updated), may_apply & allows
+    return choose(passed, updated, rule), passed & allows
 
 
 def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
     """Counts one more step, applied or skipped."""
+    _check_replicas_agree(should_apply, state)
     one_more = optax.safe_increment(state.skipped_steps)
     one_more_in_a_row = optax.safe_increment(state.consecutive_skipped_steps)
     return state._replace(
@@ -166,8 +164,8 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     decide differently if `should_apply` varies along an axis but the state does not.
     With `check_vma=False`, JAX does not track the axes, so nothing is raised.
     """
-    axes_of_state = varying_axes(jnp.asarray(state.should_apply))
-    axes_apart = varying_axes(should_apply) - axes_of_state
+    axes_of_state = _varying_axes(jnp.asarray(state.should_apply))
+    axes_apart = _varying_axes(should_apply) - axes_of_state
     if axes_apart:
         name = min(map(repr, axes_apart))
         raise ValueError(
@@ -177,3 +175,16 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
             f"axis_name={name}), or give each replica its own state, which varies "
             "along this axis"
         )
+
+
+def _varying_axes(x: jax.Array) -> frozenset:
+    """Returns the axes of a `shard_map` along which replicas may have different values.
+
+    JAX tracks these axes only with `check_vma`. Without it, the set is empty.
+    """
+    abstract: Any = jax.typeof(x)
+    if hasattr(abstract, "vma"):
+        return abstract.vma or frozenset()
+    # Since jax 0.10, `manual_axis_type` has replaced `vma`.
+    axes = abstract.manual_axis_type
+    return getattr(axes, "varying", axes) or frozenset()

@@ -15,18 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.checks import check_function, shown
 from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
 from optax_lossscale._arrays.variables import find_nodes, is_module
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import resolve
-from optax_lossscale._step.grad_dtype import (
-    GradDtype,
-    cast_to_grad_dtype,
-    check_grad_dtype,
-)
+from optax_lossscale._step.get_loss_scale import resolve
 from optax_lossscale._step.inputs import check_arrays
 from optax_lossscale._step.loss import check_scalar, loss_of, warn_of_float16
 
@@ -51,7 +47,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: anything that `get` accepts, a traced number, or a state that holds
+      loss_scale: anything that `with_loss_scale` accepts, a traced number, or a state that holds
         exactly one loss scale. No gradient flows into it.
 
     Returns:
@@ -110,8 +106,6 @@ def value_and_scaled_grad(
     loss_scale: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    *,
-    grad_dtype: GradDtype | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, but returns the gradients of the scaled loss.
@@ -125,29 +119,17 @@ def value_and_scaled_grad(
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
-      loss_scale: anything that `get` accepts, a traced number, or an optimizer state
+      loss_scale: anything that `with_loss_scale` accepts, a traced number, or an optimizer state
         that holds exactly one loss scale.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
-      grad_dtype: the dtype of the gradients. Wider floats in the differentiated
-        arguments are cast to it before `fun` is called. For matrix products in 16 bits,
-        pass `autocast(fun)`: the cast alone may not change them, because JAX promotes
-        the parameters to float32 where the other operand, such as the batch, is
-        float32. `grad_dtype` is one of:
-
-        - A dtype, such as `jnp.float16`, which halves the memory of float32 gradients.
-        - A tree of dtypes, with `None` for no cast. It may be a prefix of the
-          differentiated argument (or, for several `argnums`, of the tuple of them).
-        - A function that accepts this argument and returns a dtype or a tree.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
       A function with the arguments of `fun` that returns `(value, scaled_grads)`.
-      `value` is what `fun` returns, bit for bit (with `grad_dtype`, what it returns for
-      the cast arguments). `scaled_grads` are *scaled*, for `with_loss_scale`. For the
-      norm of the true gradients, use `metrics(state)["gradient_norm"]` if a skip rule
-      measures it, and otherwise
-      `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
+      `value` is what `fun` returns, bit for bit. `scaled_grads` are *scaled*, for
+      `with_loss_scale`. After the step, the norm of the true gradients is
+      `metrics(state)["gradient_norm"]`.
 
     Raises:
       TypeError: if `fun` is not a function.
@@ -160,9 +142,6 @@ def value_and_scaled_grad(
       ValueError: if `loss_scale` is one that `scale_gradient` rejects.
       ValueError: if `argnums` name an argument twice; when called, if they do so by a
         negative number.
-      ValueError: if `grad_dtype` contains a dtype that is not floating-point.
-      ValueError: when called, if `grad_dtype` is not a prefix of the differentiated
-        argument, or if the argument has floats of the same width but another dtype.
 
     Warns:
       UserWarning: when called, if the loss is float16 and the loss scale may reach
@@ -170,6 +149,7 @@ def value_and_scaled_grad(
 
     Example:
       >>> import jax.numpy as jnp
+import numpy as np
       >>> import optax_lossscale as ols
       >>> gradient = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))
       >>> loss, scaled_grad = gradient(3.0)
@@ -177,11 +157,8 @@ def value_and_scaled_grad(
       (9.0, 48.0)
     """
     loss_scale = resolve(loss_scale)
-    validation.check_function("fun", fun)
-    check_grad_dtype(grad_dtype)
-    positions = validation.argnums_tuple(argnums)
-    if not positions:
-        raise TypeError("argnums must be an int, or a sequence of one or more, got ()")
+    check_function("fun", fun)
+    positions = _positions(argnums)
 
     def scaled_fun(*args, **fun_kwargs):
         returned = fun(*args, **fun_kwargs)
@@ -196,40 +173,34 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **fun_kwargs):
-        are_in_range = all(-len(args) <= n < len(args) for n in positions)
-        if are_in_range:  # otherwise, JAX raises an error
+        if all(-len(args) <= n < len(args) for n in positions):  # else JAX raises
             if len({n % len(args) for n in positions}) < len(positions):
                 raise ValueError(f"argnums must name each argument once, got {argnums}")
-            differentiated = _differentiated(args, argnums)
+            differentiated = [args[n] for n in positions]
+            if len(differentiated) == 1:
+                [differentiated] = differentiated
             _check_no_modules(differentiated)
             check_arrays("what is differentiated", differentiated)
-            if grad_dtype is not None:
-                cast = cast_to_grad_dtype(grad_dtype, differentiated)
-                args = _with_differentiated(args, argnums, cast)
         (_, returned), scaled_grads = scaled_value_and_grad(*args, **fun_kwargs)
         return returned, scaled_grads
 
     return value_and_scaled_grad_fn
 
 
-def _differentiated(args: Sequence[Any], argnums: int | Sequence[int]) -> Any:
-    """Returns the argument that `argnums` names, or a tuple if it is a sequence."""
-    if isinstance(argnums, Sequence):
-        return tuple(args[n] for n in argnums)
-    return args[argnums]
+def _positions(argnums: Any) -> tuple[int, ...]:
+    """Converts `argnums`, an int or a sequence of ints, to a tuple.
 
-
-def _with_differentiated(
-    args: Sequence[Any], argnums: int | Sequence[int], new: Any
-) -> Sequence[Any]:
-    """Returns `args` with new values for what `_differentiated` returns."""
-    new_args = list(args)
-    if isinstance(argnums, Sequence):
-        for n, arg in zip(argnums, new, strict=True):
-            new_args[n] = arg
-    else:
-        new_args[argnums] = new
-    return new_args
+    Raises a `TypeError` for anything else.
+    """
+    positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    # A bool is an int, too, but may have been meant for `has_aux`.
+    are_ints = all(type(n) is not bool and isinstance(n, int | np.integer) for n in positions)
+    if not positions or not are_ints:
+        raise TypeError(
+            "argnums must be an int or a sequence of one or more ints, got "
+            f"{shown(argnums)}"
+        )
+    return positions
 
 
 def _check_no_modules(tree: Any) -> None:

@@ -15,15 +15,13 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.messages import shown
-from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.checks import is_traced, path_name, shown
 from optax_lossscale._arrays.precision import (
     at_least_float32,
     dtype_of,
     is_array_leaf,
     is_inexact_leaf,
 )
-from optax_lossscale._arrays.validation import is_traced
 from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.loss import check_scalar

@@ -2,19 +2,16 @@
 
 A loss function returns the loss, a real scalar, or with `has_aux=True` a pair
 `(loss, aux)`. This file reports the usual mistakes: a loss that is still an array, a
-pair without `has_aux`, a float16 loss, or a keyword that never reaches the loss
-function. JAX reports some of these mistakes in terms of its own, and others not at all.
+pair without `has_aux`, or a float16 loss.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.messages import shown, warn
-from optax_lossscale._arrays.validation import is_real
+from optax_lossscale._arrays.checks import shown, warn
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 from optax_lossscale._scales.loss_scale import LossScale
 
 # The largest float16 number is 65504. The next one would be 65536, and halfway between
@@ -32,6 +29,15 @@ def loss_of(returned: Any, has_aux: bool) -> Any:
             f"{type(returned).__name__}"
         )
     return returned[0]
+
+
+def is_real(x: Any) -> bool:
+    """Whether `x` is a real number or an array of them; bools do not count."""
+    if not is_array_leaf(x):
+        return False
+    dtype = dtype_of(x)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return is_integer or jnp.issubdtype(dtype, jnp.floating)
 
 
 def check_scalar(name: str, x: Any) -> None:
@@ -61,35 +67,3 @@ def warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
             "more is infinite. Compute the loss in float32: "
             "jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
         )
-
-
-def check_keywords(
-    fun: Callable[..., Any], reserved: Sequence[str], args: tuple
-) -> None:
-    """Raises a `TypeError` if a parameter of `fun` has a reserved name.
-
-    The `reserved` names are keywords that the caller of `fun`, such as `minimize`,
-    consumes: `minimize(loss_fn, …, has_aux=True)` never passes `has_aux` to `loss_fn`.
-    If `loss_fn` has a parameter of that name, the user may have meant that parameter,
-    which would silently keep its default.
-
-    No error is raised if the parameter already has a value: from `args`, the positional
-    arguments that `fun` will be called with, or from a `functools.partial`. Nor is one
-    raised for a `*` or `**` parameter such as `**extra_args`, which only collects other
-    arguments.
-    """
-    try:
-        signature = inspect.signature(fun)
-        bound = set(signature.bind_partial(*args).arguments)
-    except (TypeError, ValueError):  # no signature, or args do not fit: the call fails
-        return
-    bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {n for n, p in signature.parameters.items() if p.kind not in variadic}
-    for name in reserved:
-        if name in named - bound:
-            raise TypeError(
-                f"{name} is an argument of this call, so it would not reach the "
-                "function's own argument of that name. Bind the latter: "
-                f"functools.partial(function, {name}=…)"
-            )

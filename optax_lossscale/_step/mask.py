@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.messages import refuse
-from optax_lossscale._arrays.validation import is_function
+from optax_lossscale._arrays.checks import is_function, refuse
 
 Mask: TypeAlias = (
     bool

@@ -9,25 +9,64 @@ sum (`_arrays/rounding.py`)::
     weight = join(param, remainder)
     new_param, remainder = split(weight + inner_update)
     update = new_param - param
+
+`with_loss_scale` passes the inner optimizer all parameters in float32, so a
+`with_master_weights` inside it cannot tell which of them have 16 bits. The `init` of
+`with_loss_scale` therefore adds the remainders of these to the state
+(`with_remainders`). From then on, a parameter counts as one of 16 bits if the state
+stores a remainder for it.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_lossscale._arrays.precision import at_least_float32, is_narrow_leaf
-from optax_lossscale._arrays.rounding import narrow_dtype, split
-from optax_lossscale._step.master_weights_state import (
-    MasterWeightsState,
-    check_remainders,
-    initial_remainder,
-    is_master_weights_state,
-)
+from optax_lossscale._arrays.checks import path_name, shown
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
+from optax_lossscale._arrays.rounding import join, narrow_dtype, split
+from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.missing_gradients import fill_missing, update_or_zeros
-from optax_lossscale._step.state import check_inner_dtypes
 from optax_lossscale._step.update import as_transformation, check_update_shape
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `with_master_weights`.
+
+    Attributes:
+      remainders: a tree like the parameters. For a bfloat16 parameter, a uint16 array
+        of its shape: if 0x8000 is added to the bits of the master weight, the high half
+        of the sum is the parameter, and the low half is the remainder. For a float16
+        parameter, the master weight itself, in float32. For every other parameter,
+        `optax.MaskedNode()`.
+      inner_state: the state of the wrapped optimizer, for parameters in float32 or
+        wider.
+    """
+
+    remainders: Any
+    inner_state: Any
+
+    def weights(self, params: Any) -> Any:
+        """Returns the float32 master weights, for evaluation and export.
+
+        With `tx = with_loss_scale(with_master_weights(inner))`, call
+        `state.inner_state.weights(params)`.
+
+        Args:
+          params: the parameters that belong to this state.
+
+        Returns:
+          A tree like `params`, with the master weights in place of 16-bit parameters.
+        """
+
+        def weight(param, remainder):
+            is_wide = isinstance(remainder, optax.MaskedNode)
+            return param if is_wide else join(param, remainder)
+
+        return jax.tree.map(weight, params, self.remainders)
 
 
 def with_master_weights(
@@ -66,18 +105,9 @@ def with_master_weights(
     remainder, which moves it by at most half a unit in its last place.
 
     Pass the whole optimizer: `with_loss_scale(with_master_weights(optax.chain(…)))`. If
-    something changes the updates of `with_master_weights` afterwards, the parameters
+    something changes the updates of `with_master_weights` afterwards, such as another
+    transformation after it in a chain or `optax.lookahead` around it, the parameters
     are no longer the rounded master weights, and each step loses the low bits of these.
-    Two kinds of mistakes raise an error, in the `init` of `with_loss_scale`, and also
-    in `value_and_scaled_grad` and `scale_gradient` if these are given the state:
-
-    - another of Optax's transformations after this one in a chain, and
-    - a wrapper around it that replaces its updates: `optax.lookahead`, or `mechanize`,
-      `sam` or `schedule_free` of `optax.contrib`.
-
-    Any other change may go undetected, such as one by a transformation of your own.
-    `testing.assert_scale_invariant` detects it for float16 parameters but not for
-    bfloat16 ones.
 
     Transformations before `with_master_weights` in an `optax.chain` receive the rounded
     parameters.
@@ -87,22 +117,18 @@ def with_master_weights(
         or wider.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its
-      `update` needs `params` and returns updates in float32 or wider. A parameter whose
+      An `optax.GradientTransformationExtraArgs`. Its `update` needs `params` and returns
+      updates in float32 or wider. The method `weights(params)` of its state returns the
+      master weights, for evaluation and export. A parameter whose
       gradient is `None` stays as it is, and so do its slots in the inner state.
       For parameters in float32 or wider, the updates are those of `inner`, and no
       second copy is stored.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation.
-      TypeError: in `update`, if the state is not a state of this transformation.
       ValueError: in `init`, if a parameter has 8 bits.
-      ValueError: in `update`, if `params` is None or does not have the structure of the
-        gradients.
-      ValueError: in `update`, if the state was made for parameters of other shapes or
-        dtypes, or holds the inner state of an optimizer of 16-bit parameters. (Float32
-        parameters are accepted in place of 16-bit ones, because `with_loss_scale`
-        converts them.)
+      ValueError: in `update`, if `params` is None, does not have the structure of the
+        gradients, or does not fit the remainders in the state.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
@@ -129,19 +155,21 @@ def with_master_weights(
     inner_tx = optax.with_extra_args_support(as_transformation(inner))
 
     def init(params):
-        remainders = jax.tree.map(initial_remainder, params)
         wide_params = jax.tree.map(at_least_float32, params)
-        return MasterWeightsState(remainders, inner_tx.init(wide_params))
+        return MasterWeightsState(_remainders(params), inner_tx.init(wide_params))
 
     def update(updates, state, params=None, **extra_args):
-        _check_arguments(state, params)
+        if params is None:
+            raise ValueError(
+                "with_master_weights needs the parameters: call update(updates, state, "
+                "params)"
+            )
         # `with_loss_scale` passes all parameters in float32 and has made this check
         # already, with the parameters in their own dtypes.
         if any(map(is_narrow_leaf, jax.tree.leaves(params))):
             check_remainders(state, init, params)
         grads, missing = fill_missing(updates, params)
         weights = state.weights(params)
-        check_inner_dtypes(state.inner_state, inner_tx.init, weights)
         wide_grads = jax.tree.map(at_least_float32, grads)
         inner_updates, inner_state = inner_tx.update(
             wide_grads, state.inner_state, weights, **extra_args
@@ -150,61 +178,92 @@ def with_master_weights(
         pairs = jax.tree.map(
             _update_and_remainder, params, state.remainders, weights, inner_updates
         )
-        new_updates = jax.tree.map(lambda _, pair: pair.update, params, pairs)
+        new_updates = jax.tree.map(lambda _, pair: pair[0], params, pairs)
         new_updates = missing.map_updates(update_or_zeros, params, new_updates)
-        remainders = jax.tree.map(lambda _, pair: pair.remainder, params, pairs)
+        remainders = jax.tree.map(lambda _, pair: pair[1], params, pairs)
         new_state = MasterWeightsState(remainders, inner_state)
         return new_updates, missing.keep_slots(init, new_state, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_arguments(state: Any, params: Any) -> None:
-    """Raises unless `update` has received a `MasterWeightsState` and parameters."""
-    if not is_master_weights_state(state):
-        raise TypeError(
-            "the state of with_master_weights must be the MasterWeightsState that its "
-            f"init or its last step returned, got a {type(state).__name__}. To begin "
-            "with master weights in a run that had none, restore the optimizer's "
-            "state into that of init:\n"
-            "    state = tx.init(params)\n"
-            "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
-            "    state = state._replace(inner_state=inner_state)"
-        )
-    if params is None:
-        raise ValueError(
-            "with_master_weights needs the parameters: call update(updates, state, "
-            "params)"
-        )
-
-
-class _UpdateAndRemainder(NamedTuple):
-    """The results of a step for one parameter.
-
-    Attributes:
-      update: what to add to the parameter, in its shape, in float32 or wider.
-      remainder: the new remainder, in the shape and dtype of the old one, or
-        `optax.MaskedNode()` for a parameter in float32 or wider.
-    """
-
-    update: Any
-    remainder: Any
-
-
 def _update_and_remainder(
     param: Any, remainder: Any, weight: Any, inner_update: Any
-) -> _UpdateAndRemainder:
-    """Computes the update of a parameter and its new remainder.
+) -> tuple[Any, Any]:
+    """Returns what to add to a parameter, in float32 or wider, and its new remainder.
 
     `inner_update` is the update of the master weight `weight`.
     """
-    is_wide = isinstance(remainder, optax.MaskedNode)
-    if is_wide:
-        return _UpdateAndRemainder(inner_update, remainder)
+    if isinstance(remainder, optax.MaskedNode):
+        return inner_update, remainder
     check_update_shape(param, inner_update)
     new_weight = (weight + inner_update).astype(jnp.float32)
     new_param, new_remainder = split(new_weight, narrow_dtype(remainder))
     param = at_least_float32(param)
     # The difference of two equal infinities would be NaN.
     update = jnp.where(new_param == param, 0, new_param - param)
-    return _UpdateAndRemainder(update, new_remainder)
+    return update, new_remainder
+
+
+def _remainders(params: Any) -> Any:
+    """Returns the first remainders of parameters."""
+
+    def remainder(param):
+        if not is_narrow_leaf(param):
+            return optax.MaskedNode()
+        return split(at_least_float32(param), dtype_of(param))[1]
+
+    return jax.tree.map(remainder, params)
+
+
+def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
+    """Adds the remainders of 16-bit parameters to an inner state.
+
+    The inner optimizer's `init` made `state` for the parameters in float32, which have
+    no remainders. It is therefore called again, for `params` in their own dtypes, and
+    each `MasterWeightsState` is replaced by the new one. If `state` contains none, it
+    is returned unchanged.
+    """
+    if not find_nodes(_is_master_weights_state, state):
+        return state
+
+    def replace(new, old):
+        return new if _is_master_weights_state(new) else old
+
+    return jax.tree.map(replace, init(params), state, is_leaf=_is_master_weights_state)
+
+
+def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
+    """Raises a `ValueError` unless the remainders in a state fit the parameters.
+
+    They must have the same paths, shapes and dtypes as in `init(params)`.
+    """
+    found = _describe_remainders(state)
+    if not found and not any(map(is_narrow_leaf, jax.tree.leaves(params))):
+        return
+    needed = _describe_remainders(jax.eval_shape(init, params))
+    if found != needed:
+        raise ValueError(
+            "the state of with_master_weights does not fit these parameters: it holds "
+            f"{shown(found)}, and they need {shown(needed)}. Make a new state, and "
+            "restore the rest into it:\n"
+            "    state = tx.init(params)\n"
+            "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
+            "    state = state._replace(inner_state=inner_state)"
+        )
+
+
+def _describe_remainders(state: Any) -> list[str]:
+    """Describes each remainder by dtype, shape and path: `uint16[8, 4] at dense/w`."""
+    states = find_nodes(_is_master_weights_state, state)
+    remainders = [x.remainders for x in states]
+    descriptions = []
+    for path, x in jax.tree.leaves_with_path(remainders):
+        name = path_name(path[1:])
+        descriptions.append(f"{dtype_of(x)}{list(np.shape(x))} at {name}")
+    return descriptions
+
+
+def _is_master_weights_state(x: Any) -> bool:
+    """Whether `x` is a `MasterWeightsState`; a predicate for `find_nodes`."""
+    return isinstance(x, MasterWeightsState)

@@ -1,20 +1,11 @@
-"""Collects the scalars to log about loss scaling, such as the scale and the skips.
-
-Some entries, such as `loss_scale` and `skipped_steps`, do not depend on the class of
-the loss scale. The others are the public state of the loss scale and the skip rule,
-under the names of the fields. If two entries would have the same name, the second gets
-a longer one, such as `skip_rule/name`.
-"""
+"""Collects the scalars to log about loss scaling, such as the scale and the skips."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays.contexts import TESTING_METRICS
-from optax_lossscale._arrays.stateful import Stateful
-from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.get import get_loss_scale
+from optax_lossscale._step.get_loss_scale import get_loss_scale
 from optax_lossscale._step.state import loss_scale_state_or_none
 
 
@@ -23,8 +14,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Call it in the compiled step or on the state that the step returns. With a
     `DynamicLossScale`, a few skipped steps are normal, because the scale grows until
-    gradients overflow. If steps are skipped again and again, however, look for the
-    cause with `diagnose`.
+    gradients overflow. If steps are skipped again and again, look for the cause with
+    `diagnose`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, or a train state or
@@ -32,26 +23,21 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         entries of the loss scale.
 
     Returns:
-      A dict from names to scalars of shape (). State fields of your own classes keep
-      their shape. If the state is a stack of several models' states, all entries also
-      have the axes of the stack.
+      A dict from names to scalars of shape (). If the state is a stack of several
+      models' states, all entries also have the axes of the stack.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether, on the last step that the scale adapted to, gradients
         overflowed and the scale could not be lowered; bool.
       - `should_apply`: whether the last step was applied; bool.
       - `skipped_steps`, `consecutive_skipped_steps`: int32.
-      - The other public state of the loss scale: for a `DynamicLossScale`,
-        `growth_counter`, the finite steps in a row since the last growth, and
-        `hysteresis_left`, the non-finite steps left until a back-off; int32.
-      - With a skip rule, `gradient_norm`: the global norm of the last step's unscaled
-        gradients, infinite if the step was not finite; float32.
-      - With a skip rule, `skipped_by_rule`: how many steps the rule skipped although
-        their gradients, norm and loss were finite; int32.
-      - The other public state of the rule.
-
-      If the name of an entry of the loss scale or the rule is already in use, the entry
-      is called `loss_scale/name` or `skip_rule/name`.
+      - `gradient_norm`: the global norm of the last step's unscaled gradients, infinite
+        if they were not finite or their norm was 2**64 or more; float32. It is missing
+        with `skip=None`.
+      - The other public state of the loss scale, such as `growth_counter`, and that of
+        the skip rule, such as `skipped_by_rule`, under the names of the fields, or as
+        `loss_scale/name` and `skip_rule/name` where a name is in use. A field of a
+        class of your own keeps its shape.
 
     Raises:
       ValueError: if `get_loss_scale` rejects the state, for example because it holds no
@@ -71,63 +57,38 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       should_apply False
       skipped_steps 1
       consecutive_skipped_steps 1
+      gradient_norm inf
       growth_counter 0
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
     wrapper_state = loss_scale_state_or_none(state)
-    # `testing` sets this, so that metrics do not count as outputs that depend on the
-    # loss scale.
-    if TESTING_METRICS.value and jax.tree.leaves(loss_scale):
-        loss_scale = _blank(loss_scale)
-    scale, log2, exhausted = _loss_scale_scalars(loss_scale)
-    scalars: dict[str, jax.Array] = {
-        "loss_scale": scale,
-        "log2_loss_scale": log2,
-        "exhausted": exhausted,
-    }
-    rule = None
+    scalars = _loss_scale_scalars(loss_scale)
+    parts = {"loss_scale": loss_scale}
     if wrapper_state is not None:
-        rule = wrapper_state.skip_rule
-        for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
+        for name in (
+            "should_apply",
+            "skipped_steps",
+            "consecutive_skipped_steps",
+            "gradient_norm",
+        ):
             scalars[name] = getattr(wrapper_state, name)
-    _add_public_state(scalars, {"loss_scale": loss_scale, "skip_rule": rule})
-    return scalars
-
-
-def _add_public_state(
-    scalars: dict[str, jax.Array], parts: dict[str, Stateful | None]
-) -> None:
-    """Adds the public state fields of `parts` to `scalars`, except the scale itself.
-
-    If the name of a field is in use, the field gets the name of its part in front.
-    """
+        parts["skip_rule"] = wrapper_state.skip_rule
     for part, owner in parts.items():
-        if owner is None:
-            continue
-        for name in owner._state_names:
-            is_scale = part == name == "loss_scale"
-            if is_scale or name.startswith("_"):
+        for name in [] if owner is None else owner._state_names:
+            if name.startswith("_") or part == name == "loss_scale":
                 continue
             key = f"{part}/{name}" if name in scalars else name
             scalars[key] = getattr(owner, name)
+    return {name: x for name, x in scalars.items() if x is not None}
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
-def _loss_scale_scalars(
-    loss_scale: LossScale,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _loss_scale_scalars(loss_scale: Any) -> dict[str, Any]:
     """Returns the scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()
     # With the exponent taken out, the log2 of a power of two is exactly an integer.
     mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
-    return scale, log2, loss_scale.exhausted()
-
-
-@jax.jit
-def _blank(loss_scale: LossScale) -> LossScale:
-    """Returns a loss scale with its initial scale and with zeros for other state."""
-    initial = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
-    zeros = jax.tree.map(jnp.zeros_like, loss_scale)
-    return zeros.replace(loss_scale=initial)
+    exhausted = loss_scale.exhausted()
+    return {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}

@@ -16,11 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_lossscale._arrays.messages import shown
-from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32
+from optax_lossscale._arrays.checks import path_name, shown
+from optax_lossscale._arrays.precision import (
+    at_least_float32,
+    dtype_of,
+    is_inexact_leaf,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,7 @@ def fill_missing(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
     differentiated = differentiated_params(params)
 
     def grad_or_zeros(grad, branch):
-        return jax.tree.map(_zeros_like, branch) if _is_missing(grad) else grad
+        return jax.tree.map(_zero_gradient, branch) if _is_missing(grad) else grad
 
     try:
         filled = jax.tree.map(grad_or_zeros, grads, differentiated, is_leaf=_is_missing)
@@ -126,12 +130,16 @@ def param_for_inner(param: Any) -> Any:
 
 def update_or_zeros(param: Any, update: Any) -> Any:
     """Returns the update of a parameter, or zeros if the update is None."""
-    return _zeros_like(param) if update is None else update
+    return jnp.zeros_like(param_for_inner(param)) if update is None else update
 
 
-def _zeros_like(param: Any) -> jax.Array:
-    """Returns zeros for the missing gradient or update of a parameter."""
-    return jnp.zeros_like(param_for_inner(param))
+def _zero_gradient(param: Any) -> jax.Array:
+    """Returns zeros for the missing gradient of a parameter.
+
+    They are floats for an integer, too: a clip, for example, multiplies them.
+    """
+    dtype = dtype_of(param) if is_inexact_leaf(param) else jnp.float32
+    return at_least_float32(jnp.zeros(np.shape(param), dtype))
 
 
 def _is_missing(grad: Any) -> bool:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.messages import shown
-from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.checks import path_name, shown
 from optax_lossscale._arrays.precision import dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._arrays.variables import (
@@ -23,7 +22,7 @@ from optax_lossscale._arrays.variables import (
     without_variables,
 )
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale.skips import SkipRule
 
 
 class LossScaleState(NamedTuple):
@@ -41,6 +40,9 @@ class LossScaleState(NamedTuple):
       skipped_steps: the number of steps skipped so far; int32, shape ().
       consecutive_skipped_steps: the number of steps skipped since the last applied
         step; int32, shape ().
+      gradient_norm: the global L2 norm of the last step's unscaled gradients, or
+        infinity if they were not finite or their norm was 2**64 or more; float32, shape
+        (). With `skip=None`, nothing is measured, and this is None.
       skip_rule: the `SkipRule` that judges finite steps, with its state; or None.
     """
 
@@ -49,6 +51,7 @@ class LossScaleState(NamedTuple):
     should_apply: jax.Array
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
+    gradient_norm: jax.Array | None = None
     skip_rule: SkipRule | None = None
 
 
@@ -114,17 +117,22 @@ def check_configuration(name: str, in_state: Any, configured: Any) -> None:
     if jax.tree.structure(in_state) != jax.tree.structure(configured):
         raise ValueError(
             f"the {name.replace('_', ' ')} in the state is configured differently from "
-            f"this transformation's:\n  state:          {_shown_config(in_state)}\n  "
-            f"transformation: {_shown_config(configured)}\nRestore a checkpoint into "
-            "what tx.init(params) returns. To continue with the transformation's "
+            f"this transformation's:\n  state:          {_shown(in_state, configured)}"
+            f"\n  transformation: {_shown(configured, in_state)}\nRestore a checkpoint "
+            "into what tx.init(params) returns. To continue with the transformation's "
             "configuration, keep the rest of the state: "
             f"state._replace({name}=tx.init(params).{name})"
         )
 
 
-def _shown_config(x: Any) -> Any:
-    """Returns what an error shows for a loss scale, a rule, or anything else."""
-    return x.get_config() if isinstance(x, Stateful) else shown(x)
+def _shown(x: Any, other: Any) -> str:
+    """Shows a configuration; beside one of the same class, only what differs."""
+    if not isinstance(x, Stateful) or type(x) is not type(other):
+        return shown(x)
+    config = x.get_config()["config"]
+    differing = dict(config.items() - other.get_config()["config"].items())
+    listed = ", ".join(f"{name}={value!r}" for name, value in differing.items())
+    return f"{type(x).__name__}({listed})"
 
 
 def check_inner_dtypes(

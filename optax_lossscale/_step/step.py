@@ -24,14 +24,12 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import strongly_typed
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
-from optax_lossscale._step.master_weights_state import check_remainders, with_remainders
+from optax_lossscale._step.master_weights import check_remainders, with_remainders
 from optax_lossscale._step.missing_gradients import param_for_inner
-from optax_lossscale._step.nesting import check_master_weights_are_last
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -40,6 +38,7 @@ from optax_lossscale._step.state import (
     loss_scale_states_in,
 )
 from optax_lossscale._step.update import InnerUpdate
+from optax_lossscale.skips import SkipRule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +84,7 @@ class ScaledStep:
             should_apply=jnp.array(True),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+            gradient_norm=None if self.skip is None else jnp.zeros((), jnp.float32),
             skip_rule=jax.tree.map(jnp.array, self.rule),
         )
 
@@ -97,7 +97,6 @@ class ScaledStep:
                 "gradients would be divided by the loss scale twice. Wrap the whole "
                 "optimizer, once"
             )
-        check_master_weights_are_last(inner_state)
         inner_state = with_remainders(inner_state, self.inner.init, params)
         return jax.tree.map(strongly_typed, inner_state)
 
@@ -128,10 +127,6 @@ class ScaledStep:
         With `to_params=False`, returns `(updates, state)`. `value` is the true loss.
         """
         self._check_state(state, params)
-        # MaxText and Levanter, whose rules need the loss, pass it as the extra argument
-        # `loss`. Without a rule, an argument of that name may be something else.
-        if value is None and self.rule is not None:
-            value = extra_args.get("loss")
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)
         should_apply, new_state = decide_step(

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import optax
 
+from optax_lossscale._arrays.checks import shown
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strongly_typed
-from optax_lossscale._arrays.validation import check_transformation
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.missing_gradients import param_for_inner, update_or_zeros
 
@@ -28,7 +28,14 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
 
     Raises a `TypeError` if `inner` does not have an `init` and an `update`.
     """
-    check_transformation("inner", inner)
+    has_both = callable(getattr(inner, "init", None)) and callable(
+        getattr(inner, "update", None)
+    )
+    if not has_both:
+        raise TypeError(
+            "inner must be an Optax gradient transformation, with init and update; "
+            f"got {shown(inner)}"
+        )
     if isinstance(inner, optax.MultiSteps):
         # `MultiSteps.gradient_transformation` would drop the loss and extra arguments.
         update: Any = inner.update
@@ -60,11 +67,9 @@ class InnerUpdate:
         missing = unscaled.missing
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(param_for_inner, params)
+        extra_args = self._extra_args(inner, unscaled.value)
         result, new_state = inner.update(
-            unscaled.grads,
-            inner_state,
-            wide_params,
-            **self._extra_args(inner, unscaled.value),
+            unscaled.grads, inner_state, wide_params, **extra_args
         )
         if params is not None:
             param_or_update = _updated_param if self.to_params else update_or_zeros
@@ -77,7 +82,7 @@ class InnerUpdate:
         return result, missing.keep_slots(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """Returns the extra arguments and the loss if the inner update accepts it."""
+        """Returns the extra arguments, and the loss if `inner` takes it (SAM does not)."""
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if value is None or not (takes_any or "value" in parameters):

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._arrays.messages import shown
-from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.checks import path_name, shown
 from optax_lossscale._arrays.precision import (
     T,
     is_array_leaf,

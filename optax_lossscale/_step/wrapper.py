@@ -9,25 +9,24 @@ call. All three ways to take a step end in `ScaledStep.step`, in `step.py`::
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
-from optax_lossscale._arrays.messages import refuse
+from optax_lossscale._arrays.checks import refuse
 from optax_lossscale._arrays.variables import is_variable
-from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
-from optax_lossscale._step.get import LossScaleLike, get
-from optax_lossscale._step.grad_dtype import GradDtype
+from optax_lossscale._step.get_loss_scale import LossScaleLike, as_loss_scale
 from optax_lossscale._step.gradient import value_and_scaled_grad
-from optax_lossscale._step.loss import check_keywords, loss_of
+from optax_lossscale._step.loss import loss_of
 from optax_lossscale._step.mask import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
 from optax_lossscale._step.update import as_transformation
+from optax_lossscale.skips import SkipRule
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -123,7 +122,6 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         /,
         *args: Any,
         has_aux: bool = False,
-        grad_dtype: GradDtype | None = None,
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, LossScaleState]:
@@ -141,8 +139,6 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           params: the parameters, a tree of arrays.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          grad_dtype: the dtype of all gradients or of each one, as in
-            `value_and_scaled_grad`. `loss_fn` then receives the cast parameters.
           extra_args: passed on to the inner transformation, in addition to the loss as
             `value`.
           **kwargs: further keyword arguments of `loss_fn`.
@@ -153,8 +149,6 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: if `loss_fn` is not a function.
-          TypeError: if `loss_fn` has an argument `has_aux`, `grad_dtype` or
-            `extra_args`, which it would not receive.
           TypeError: if `state` is not a `LossScaleState`.
           TypeError: if `extra_args` contains a `value`.
           TypeError, ValueError: for what `value_and_scaled_grad` and `apply_gradients`
@@ -177,12 +171,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 "minimize got multiple values for keyword argument 'value': it passes "
                 "the loss itself, so leave value out of extra_args"
             )
-        check_keywords(
-            loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args)
-        )
-        gradient = value_and_scaled_grad(
-            loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
-        )
+        gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux)
         returned, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(returned, has_aux)
         new_params, new_state = self.apply_gradients(
@@ -225,12 +214,16 @@ def with_loss_scale(
 
         grads = scaled_grads / loss_scale  # in float32 or wider
         finite = all_finite(grads)
-        if finite and isfinite(value):
+        if finite and isfinite(norm(grads)) and isfinite(value):
             updates, inner_state = inner.update(grads, inner_state, params)
+            loss_scale = loss_scale.adjust(True)
         else:
             updates = zeros
-        if isfinite(value):
-            loss_scale = loss_scale.adjust(finite)
+            if not finite and isfinite(value):
+                loss_scale = loss_scale.adjust(False)
+
+    The norm is infinite if the sum of the squares of finite gradients overflows in
+    float32: a gradient of 1e20 would make Adam's second moment infinite for good.
 
     The scaled gradients come from `value_and_scaled_grad` or from a loss function that
     returns `scale_gradient(loss, state)`. The method `minimize` computes them itself.
@@ -267,8 +260,15 @@ def with_loss_scale(
     Args:
       inner: any Optax transformation. To accumulate gradients, pass
         `optax.MultiSteps(inner, k)`.
-      loss_scale: anything that `get` accepts. Pass `None` for no loss scale, for
-        bfloat16 and float32: the wrapper then only skips steps, as `skip` says.
+      loss_scale: one of the following:
+
+        - `"dynamic"`: a `DynamicLossScale` with its defaults.
+        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
+          and gradients that are all zero on most steps.
+        - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
+        - None: no scaling, for bfloat16 and float32. The wrapper then only skips steps,
+          as `skip` says. `skip_nonfinite` is another name for this.
+        - A `LossScale`, or a dict from its `get_config`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
         decide together. Under `jit` alone, leave it out.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
@@ -281,20 +281,12 @@ def with_loss_scale(
         Python.
       skip: which steps to skip:
 
-        - `"nonfinite"`: whatever the loss scale, steps whose gradients are not finite,
-          and steps whose loss is passed as `value` and is not finite.
+        - `"nonfinite"`: whatever the loss scale, steps whose gradients or whose norm is
+          not finite, and steps whose loss is passed as `value` and is not finite.
         - A rule from `skips`: the same steps, and finite steps that the rule rejects,
           such as spikes of the gradient norm. A step that the rule rejects leaves the
           loss scale as it was. The rule receives the global norm of the unscaled
           gradients that `mask` keeps, and the loss if the step is given one as `value`.
-          If finite gradients have a norm of 2**64 or more, whose square is infinite in
-          float32, the step is also skipped and leaves the loss scale as it was, but
-          does not count as skipped by the rule.
-
-          MaxText and Levanter pass the loss under the name `loss`. With a rule, a step
-          that is given a `loss` and no `value` therefore reads the `loss` as `value`,
-          and `inner` receives it under both names. Without a rule, `inner` receives it
-          only as `loss`.
         - None: only the steps that the loss scale itself skips, as in TensorFlow. The
           loss is ignored, and with a fixed loss scale or none *nothing is checked*, so
           an overflow writes NaN into the parameters.
@@ -308,8 +300,6 @@ def with_loss_scale(
       TypeError: in `init`, if a parameter is not an array.
       ValueError: if `loss_scale`, `mask`, `branch` or `skip` is not allowed.
       ValueError: in `init`, if a part of `inner` is already wrapped.
-      ValueError: in `init`, if another transformation comes after
-        `with_master_weights`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -329,5 +319,50 @@ def with_loss_scale(
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
         refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
     check_mask(mask)
-    step = ScaledStep(inner_tx, get(loss_scale), axis_name, mask, branch, skip)
+    step = ScaledStep(
+        inner_tx, as_loss_scale(loss_scale), axis_name, mask, branch, skip
+    )
     return LossScaledTransformation(step.init, step)
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    axis_name: AxisName | None = None,
+    mask: Mask | None = None,
+    branch: Branch | None = None,
+    skip: SkipRule | Literal["nonfinite"] = "nonfinite",
+) -> LossScaledTransformation:
+    """Wraps an optimizer to skip steps that are not finite, without a loss scale.
+
+    Use it for bfloat16 and float32, whose range needs no scaling. It is
+    `with_loss_scale(inner, None, …)`, with the same arguments, methods and state.
+
+    Args:
+      inner: any Optax transformation.
+      axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
+        decide together.
+      mask: which gradients are checked.
+      branch: how a step is skipped.
+      skip: `"nonfinite"`, or a rule from `skips` that also skips finite steps.
+
+    Returns:
+      What `with_loss_scale` returns.
+
+    Raises:
+      TypeError: if `inner` is not a transformation.
+      ValueError: if `mask`, `branch` or `skip` is not allowed.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.skip_nonfinite(optax.sgd(0.1))
+      >>> params = jnp.ones(2)
+      >>> grads = jnp.array([1.0, jnp.nan])
+      >>> params, state = tx.apply_gradients(grads, tx.init(params), params)
+      >>> print(params, state.skipped_steps)
+      [1. 1.] 1
+    """
+    return with_loss_scale(
+        inner, None, axis_name=axis_name, mask=mask, branch=branch, skip=skip
+    )

@@ -24,10 +24,10 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # `assert_computes_in` reads the step's traced program and runs nothing.
 #
 # The other two run the step without looking into it. An experiment (`_experiment.py`)
-# runs it at other loss scales and with perturbed arguments. Only two things inside the
-# step differ from training: `metrics` returns the same scale in each run, and a fixed
-# loss scale may be infinite. Each run is a trial (`_trial.py`), whose outputs usually
-# show whether the step was skipped.
+# runs it at other loss scales and with perturbed arguments, or, if the loss scale is
+# fixed, with NaNs in them. Only one thing inside the step differs from training:
+# `metrics` returns the same scale in each run. Each run is a trial (`_trial.py`), whose
+# outputs usually show whether the step was skipped.
 # - If it was skipped, the loss scale must adapt (`_skipping.py`). The carry, that is,
 #   whatever the step passes on to the next step (`_carry.py`), must stay as it was.
 # - If it was applied, the outputs must be equal at all loss scales, except where
@@ -45,13 +45,8 @@ mistake, names the outputs or source lines concerned, and suggests a fix.
 # `_first_fault` or `assert_survives_overflow`, before the checks that may find
 # consequences of its fault.
 
-from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in
 from optax_lossscale.testing._overflow import assert_survives_overflow
 from optax_lossscale.testing._scale_invariance import assert_scale_invariant
 
 __all__ = ["assert_computes_in", "assert_scale_invariant", "assert_survives_overflow"]
-
-make_public(
-    __name__, assert_computes_in, assert_scale_invariant, assert_survives_overflow
-)

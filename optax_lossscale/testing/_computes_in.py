@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays import checks
 from optax_lossscale._diagnosis.old_dtypes import Operation, dtype_report, rows_of
 
 
@@ -68,8 +68,8 @@ def assert_computes_in(
           ...
       AssertionError: 2 of 2 matrix products and convolutions do not compute in...
     """
-    validation.check_function("step", step)
-    dtype = validation.floating_dtype("dtype", dtype)
+    checks.check_function("step", step)
+    dtype = checks.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
     checked = [product for product in report.products if _is_checked(product, dtype)]
     if not checked:

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._arrays import messages
-from optax_lossscale._arrays.contexts import TESTING_METRICS, TESTING_OVERFLOW
+from optax_lossscale._arrays import checks
+from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
-from optax_lossscale._arrays.validation import check_concrete
+from optax_lossscale._arrays.checks import check_concrete
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
     is_variable,
@@ -46,9 +46,8 @@ T = TypeVar("T")
 RESULT = DictKey("result")
 """The first key in the path of whatever the step returns."""
 
-# 2**126 is the largest power of two whose reciprocal, 2**-126, is a normal float32
-# number. At this loss scale, gradients of 4 or more overflow even in float32.
-_HIGH_EXPONENT = 126
+# The largest loss scale. Gradients of 2**-44 or more overflow in float16 there.
+_HIGH_EXPONENT = 60
 # How much an element is perturbed, relative to its magnitude, or absolute for a zero.
 # This is multiplied by a random number from 0.5 to 1.5, so the change is 3% to 9%. Even
 # the smallest change is 4 times the largest relative difference of neighboring
@@ -130,7 +129,7 @@ class Experiment:
         """Trials at loss scales so large that gradients overflow.
 
         The last trial is at an infinite loss scale, where all gradients but zeros
-        overflow, or at 2**126 if the step raises an error at an infinite one. If the
+        overflow, or at 2**60 if the step raises an error at an infinite one. If the
         loss scale is fixed, such an error is passed on, because nothing else makes
         gradients overflow.
         """
@@ -156,8 +155,8 @@ class Experiment:
         # `raise_if_stuck` raises a `LossScaleError` if gradients overflow or steps are
         # skipped, as they should at an infinite loss scale.
         if error is not None and not isinstance(error, LossScaleError):
-            messages.warn(
-                f"the step raised {messages.shown(error)} at an infinite loss scale, "
+            checks.warn(
+                f"the step raised {checks.shown(error)} at an infinite loss scale, "
                 f"so it was tested only at loss scales up to 2**{_HIGH_EXPONENT}"
             )
 

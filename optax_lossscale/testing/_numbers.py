@@ -21,7 +21,7 @@ import numpy as np
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexact_leaf
 from optax_lossscale._arrays.variables import is_variable, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale.skips import SkipRule
 
 Path = tuple[Any, ...]
 """The keys that lead to a node of a tree, as JAX returns them."""

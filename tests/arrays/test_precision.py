@@ -1,22 +1,10 @@
-"""Products that are rounded once, and which leaves are scaled, in which dtypes."""
+"""Which leaves are scaled, in which dtypes."""
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
-
-SCALES = st.floats(2.0**-20, 2.0**40, width=32)
-
-
-@hypothesis.given(scale=SCALES, factor=st.sampled_from([1 / 3, 0.3, 0.7, 0.1]))
-def test_a_scale_times_a_factor_that_is_no_float32_is_rounded_once(scale, factor):
-    loss_scale = ols.DynamicLossScale(scale, backoff_factor=factor, min_scale=2.0**-40)
-    expected = np.float32(np.float64(np.float32(scale)) * factor)
-    assert loss_scale.adjust(False)() == expected
 
 
 @pytest.mark.parametrize(

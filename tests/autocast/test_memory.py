@@ -10,28 +10,28 @@ from compiling import AS_USERS_DO
 from jax import lax
 
 import optax_lossscale as ols
-from optax_lossscale.demo import _model
+from benchmarks import _transformer
 
-TOKENS = jax.ShapeDtypeStruct((64, _model.CONTEXT + 1), jnp.int32)
+TOKENS = jax.ShapeDtypeStruct((64, _transformer.CONTEXT + 1), jnp.int32)
 
 
 def unrolled(params, tokens, dtype):
-    return _model.loss(optax.tree.cast(params, dtype), tokens)
+    return _transformer.uncast_loss(optax.tree.cast(params, dtype), tokens)
 
 
-def scanned(params, tokens, dtype, block=_model.block):
+def scanned(params, tokens, dtype, block=_transformer.block):
     """The same with its blocks in a scan."""
     p = optax.tree.cast(params, dtype)
     x = p["embedding"][tokens[:, :-1]] + p["position"]
     blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *p["blocks"])
     x, _ = lax.scan(lambda x, p: (block(p, x), None), x, blocks)
-    logits = (_model.normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
-    return _model.cross_entropy(logits, tokens[:, 1:]).mean()
+    logits = (_transformer.normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+    return _transformer.cross_entropy(logits, tokens[:, 1:]).mean()
 
 
 @pytest.fixture
 def params():
-    return jax.eval_shape(lambda: _model.init(jax.random.key(0), 128, 4))
+    return jax.eval_shape(lambda: _transformer.init(128))
 
 
 def in_dtype(loss, dtype):

@@ -1,5 +1,3 @@
-import functools
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -8,8 +6,6 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-
-LARGEST = float(np.finfo(np.float32).max)
 
 
 def run(ls, finite):
@@ -24,50 +20,34 @@ def run(ls, finite):
 def rules(ls, finite):
     """The same by the documented rules, in plain Python."""
     scale, counter, left = np.float32(ls.initial_scale), 0, ls.hysteresis
-    lowest, highest = (
-        None if x is None else np.float32(x) for x in (ls.min_scale, ls.max_scale)
-    )
-
-    def times(factor):
-        """The scale times a factor; itself where there is no bound, and float32 cannot hold it."""
-        with np.errstate(over="ignore"):
-            product = np.float32(np.float64(scale) * factor)
-        if lowest is not None:
-            product = max(product, lowest)
-        if highest is not None:
-            product = min(product, highest)
-        return product if np.finfo(np.float32).tiny <= product <= LARGEST else scale
-
+    lowest = 2.0**-60 if ls.min_scale is None else ls.min_scale
+    highest = 2.0**60 if ls.max_scale is None else ls.max_scale
     scales = []
     for ok in finite:
         if ok:
             counter += 1
-            if ls.hysteresis_refill == "finite":
-                left = ls.hysteresis
             if counter == ls.growth_interval:
                 counter, left = 0, ls.hysteresis
-                scale = times(ls.growth_factor)
+                scale = min(scale * np.float32(ls.growth_factor), np.float32(highest))
         else:
             counter = 0
             if left > 1:
                 left -= 1
             else:
-                scale = times(ls.backoff_factor)
-                left = ls.hysteresis if ls.hysteresis_refill == "rescale" else 1
+                scale = max(scale * np.float32(ls.backoff_factor), np.float32(lowest))
         scales.append(scale)
     return scales
 
 
 configs = st.fixed_dictionaries(
     {
-        "initial_scale": st.sampled_from([1.0, 1.5, 1000.0, 2.0**15, 1e38]),
+        "initial_scale": st.sampled_from([1.0, 1.5, 1000.0, 2.0**15, 1e18]),
         "growth_interval": st.integers(1, 5),
         "growth_factor": st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.0, 1000.0]),
         "backoff_factor": st.sampled_from([1.0, 0.8, 0.5, 0.3, 1 / 3, 0.1]),
-        "min_scale": st.sampled_from([None, 2.0**-126, 0.01, 1.0]),
-        "max_scale": st.sampled_from([None, 2e38, LARGEST]),
+        "min_scale": st.sampled_from([None, 2.0**-60, 0.01, 1.0]),
+        "max_scale": st.sampled_from([None, 1.1e18, 2.0**60]),
         "hysteresis": st.integers(1, 4),
-        "hysteresis_refill": st.sampled_from(["growth", "rescale", "finite"]),
     }
 )
 
@@ -98,18 +78,9 @@ def test_hysteresis_tolerates_overflows_before_backing_off():
     assert run(ls, [0, 0, 0, 0])[0] == [1024, 1024, 512, 256]
 
 
-@pytest.mark.parametrize(
-    ("refill", "expected"),
-    [
-        ("growth", [1024, 1024, 512, 256, 128, 128, 256, 256, 128]),
-        ("rescale", [1024, 1024, 512, 512, 256, 256, 512, 512, 256]),
-        ("finite", [1024, 1024, 1024, 512, 256, 256, 512, 512, 256]),
-    ],
-)
-def test_hysteresis_refills_when_it_was_told_to(refill, expected):
-    ls = ols.DynamicLossScale(
-        initial_scale=1024, growth_interval=2, hysteresis=2, hysteresis_refill=refill
-    )
+def test_hysteresis_starts_over_at_growth_and_nowhere_else():
+    ls = ols.DynamicLossScale(initial_scale=1024, growth_interval=2, hysteresis=2)
+    expected = [1024, 1024, 512, 256, 128, 128, 256, 256, 128]
     assert run(ls, [0, 1, 0, 0, 0, 1, 1, 0, 0])[0] == expected
 
 
@@ -125,12 +96,12 @@ def test_it_falls_to_its_floor_and_not_below():
     assert run(ls, [0, 0, 0])[0] == [10, 3, 3]
 
 
-def test_without_bounds_a_change_that_float32_cannot_hold_does_not_take_place():
-    ls = ols.DynamicLossScale(2.0**126, growth_interval=1, min_scale=None)
-    assert run(ls, [1, 1, 0])[0] == [2.0**127, 2.0**127, 2.0**126]
-    ls = ols.DynamicLossScale(2.0**-125, min_scale=None)
+def test_without_bounds_of_its_own_it_stays_between_2_to_the_60th_and_its_reciprocal():
+    ls = ols.DynamicLossScale(2.0**59, growth_interval=1, min_scale=None)
+    assert run(ls, [1, 1, 0])[0] == [2.0**60, 2.0**60, 2.0**59]
+    ls = ols.DynamicLossScale(2.0**-59, min_scale=None)
     scales, last = run(ls, [0, 0])
-    assert scales == [2.0**-126, 2.0**-126]
+    assert scales == [2.0**-60, 2.0**-60]
     assert last.exhausted()
 
 
@@ -139,7 +110,6 @@ def test_without_bounds_a_change_that_float32_cannot_hold_does_not_take_place():
     [
         ols.DynamicLossScale(),
         ols.HeadroomLossScale(),
-        ols.presets.ToleranceLossScale(),
         ols.FixedLossScale(2),
     ],
     ids=lambda loss_scale: type(loss_scale).__name__,
@@ -149,56 +119,32 @@ def test_a_new_loss_scale_is_not_exhausted(loss_scale):
     ols.raise_if_stuck(loss_scale)
 
 
-@pytest.mark.parametrize(("floor", "start"), [(1.0, 4.0), (None, 2.0**-124)])
+@pytest.mark.parametrize(("floor", "start"), [(1.0, 4.0), (None, 2.0**-58)])
 def test_exhausted_at_an_overflow_that_can_lower_nothing(floor, start):
-    config = {"initial_scale": start, "growth_interval": 1, "min_scale": floor}
-    ls = ols.DynamicLossScale(**config, hysteresis=2, hysteresis_refill="finite")
+    ls = ols.DynamicLossScale(start, 1, min_scale=floor, hysteresis=2)
     finite, exhausted = [0, 0, 0, 0, 1, 0, 0, 0, 1], []
     for ok in finite:
         ls = ls.adjust(bool(ok))
         exhausted.append(bool(ls.exhausted()))
     assert exhausted == [False, False, False, True, False, False, False, True, False]
-    assert (
-        not ols.DynamicLossScale(initial_scale=1.0, can_be_exhausted=False)
-        .adjust(False)
-        .exhausted()
-    )
 
 
-@pytest.mark.parametrize("max_scale", [None, LARGEST])
-@pytest.mark.parametrize("factor", [2.0, 3.0, 1.1])
-def test_scale_stays_finite_and_positive(max_scale, factor):
+@pytest.mark.parametrize("max_scale", [None, 2.0**60])
+@pytest.mark.parametrize("factor", [2.0, 3.0, 1.1, 2.0**60])
+def test_scale_stays_within_its_bounds(max_scale, factor):
     ls = ols.DynamicLossScale(
         initial_scale=1.0,
         growth_interval=1,
         growth_factor=factor,
         backoff_factor=1 / factor,
-        min_scale=float(np.finfo(np.float32).tiny),
+        min_scale=2.0**-60,
         max_scale=max_scale,
     )
-    up, top = run(ls, [True] * 2000)
-    assert np.isfinite(up).all()
-    assert up[-1] > LARGEST / (factor + 0.01)
-    down, bottom = run(top, [False] * 4000)
-    assert (np.array(down) >= np.finfo(np.float32).tiny).all()
+    up, top = run(ls, [True] * 1000)
+    assert up[-1] == max(up) == 2.0**60
+    down, bottom = run(top, [False] * 2000)
+    assert down[-1] == min(down) == 2.0**-60
     assert run(bottom, [True])[0][0] > bottom()
-
-
-def backed_off(divisor, scales):
-    ls = ols.DynamicLossScale(backoff_factor=1 / divisor, min_scale=2.0**-126)
-    return ls.replace(loss_scale=scales).adjust(False).loss_scale
-
-
-@pytest.mark.parametrize("divisor", [3.0, 1.5, 10.0, 7.0])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_backing_off_by_a_reciprocal_divides(divisor, compiled):
-    scales = np.random.default_rng(0).uniform(1, 1e6, 300).astype(np.float32)
-    f = functools.partial(backed_off, divisor)
-    one, many = (jax.jit(f), jax.jit(jax.vmap(f))) if compiled else (f, jax.vmap(f))
-    np.testing.assert_array_equal(many(scales), scales / np.float32(divisor))
-    np.testing.assert_array_equal(
-        [one(s) for s in scales[:20]], scales[:20] / np.float32(divisor)
-    )
 
 
 def test_counters_reach_the_int32_maximum_without_overflow():
@@ -210,15 +156,13 @@ def test_counters_reach_the_int32_maximum_without_overflow():
 
 
 BAD = {
-    "initial_scale": [0, -1, np.inf, np.nan, True, "x", None, 1e39, 0.5],
+    "initial_scale": [0, -1, np.inf, np.nan, True, "x", None, 2e18, 0.5],
     "growth_interval": [0, -1, 1.0, 2.5, True, None, "x", 2**31],
     "growth_factor": [0.99, 0, -2, 1e300, np.inf, np.nan, True, "x", None],
     "backoff_factor": [0, 1.01, -0.5, np.inf, np.nan, True, "x", None],
-    "min_scale": [0, -1, np.inf, np.nan, True, 1e-40, 2.0**16],
-    "max_scale": [0, np.inf, np.nan, True, 1e39, 2.0**14],
+    "min_scale": [0, -1, np.inf, np.nan, True, 1e-19, 2.0**16],
+    "max_scale": [0, np.inf, np.nan, True, 2e18, 2.0**14],
     "hysteresis": [0, -1, 1.0, True, None],
-    "hysteresis_refill": ["never", None, 1, True],
-    "can_be_exhausted": [1, None, "yes"],
 }
 
 

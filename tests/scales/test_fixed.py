@@ -23,7 +23,7 @@ def test_has_no_state_and_is_compiled_in():
 
 @pytest.mark.parametrize(
     "bad",
-    [0, -1, np.inf, np.nan, True, np.True_, "8", None, [8], 1e39, 2.0**127, 1e-39, 1j],
+    [0, -1, np.inf, np.nan, True, np.True_, "8", None, [8], 2.0**61, 2.0**-61, 1j],
 )
 def test_what_is_no_positive_finite_number_is_refused(bad):
     with pytest.raises(ValueError, match=r"scale must be a number between .* got "):

@@ -36,10 +36,6 @@ class Cautious(ols.LossScale):
 ALL = [
     ols.FixedLossScale(128),
     ols.DynamicLossScale(initial_scale=1024, growth_interval=2),
-    ols.presets.ToleranceLossScale(
-        initial_scale=1024, growth_interval=2, threshold=1.0
-    ),
-    ols.presets.LogMaxLossScale(initial_scale=1024, beta1=0.5),
     ols.HeadroomLossScale(initial_scale=1024),
     Cautious(initial_scale=1024.0, patience=2),
 ]
@@ -110,7 +106,6 @@ def test_config_round_trip_through_json(ls):
     for back in (
         ols.LossScale.from_config(config),
         type(ls).from_config(config),
-        ols.get(config),
     ):
         assert back == ls
         assert type(back) is type(ls)
@@ -162,16 +157,13 @@ def test_a_class_under_the_name_of_one_of_ours_goes_by_its_module_too():
 
     # as `class DynamicLossScale(ols.DynamicLossScale)`
     Renamed.__name__ = "DynamicLossScale"
-    for ours in (ols.DynamicLossScale(), ols.presets.pytorch()):
-        assert type(ols.get(ours.get_config())) is ols.DynamicLossScale
-        assert (
-            type(ols.DynamicLossScale.from_config(ours.get_config()))
-            is ols.DynamicLossScale
-        )
+    ours = ols.DynamicLossScale().get_config()
+    assert type(ols.LossScale.from_config(ours)) is ols.DynamicLossScale
+    assert type(ols.DynamicLossScale.from_config(ours)) is ols.DynamicLossScale
     for theirs in (DynamicLossScale(8.0), Renamed(8.0)):
         config = json.loads(json.dumps(theirs.get_config()))
         assert config["class_name"].startswith(f"{__name__}.test_a_class_under")
-        assert ols.get(config) == theirs
+        assert ols.LossScale.from_config(config) == theirs
 
 
 def test_the_last_class_of_a_name_has_it():
@@ -183,7 +175,7 @@ def test_the_last_class_of_a_name_has_it():
         return Redefined
 
     first, last = define(1), define(2)
-    assert type(ols.get(first().get_config())) is last
+    assert type(ols.LossScale.from_config(first().get_config())) is last
 
 
 def test_adjust_is_what_a_strategy_must_write():
@@ -318,7 +310,7 @@ def test_float64_keeps_its_precision():
     ("scale", "x"),
     [
         (scale, x)
-        for scale in (2.0**126, 2.0**127, 3.4e38, 2.0**100, 1000.0, 0.1, 2.0**-126)
+        for scale in (2.0**60, 1000.0, 0.1, 2.0**-60)
         for x in (1.0, 2.0**125, 1e38, 1e-10)
         if 2.0**-126 <= x / scale <= 3.4e38
     ],
@@ -329,9 +321,9 @@ def test_no_scale_is_too_large_or_small_to_unscale_by(scale, x):
     np.testing.assert_allclose(unscaled, x / scale, rtol=3e-7)
 
 
-@pytest.mark.parametrize("log2", [-20, -1, 0, 1, 15, 24, 99, 101, 120])
+@pytest.mark.parametrize("log2", [-60, -20, -1, 0, 1, 15, 24, 60])
 def test_powers_of_two_unscale_exactly(log2):
-    ls = ols.DynamicLossScale(initial_scale=2.0**log2, min_scale=2.0**-126)
+    ls = ols.DynamicLossScale(initial_scale=2.0**log2, min_scale=None)
     g = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     scaled = jax.jit(lambda ls, g: ls.scale(g))(ls, g)
     np.testing.assert_array_equal(jax.jit(lambda ls, g: ls.unscale(g))(ls, scaled), g)
@@ -402,10 +394,7 @@ def test_a_step_needs_no_implicit_promotion(ls):
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        *(0, -1.0, float("nan"), float("inf"), 1e39),
-        *(np.float32(0), np.float32("inf"), np.float16(-1), np.int32(0), np.True_),
-    ],
+    [0, -1.0, float("nan"), float("inf"), 1e39],
 )
 def test_no_scale_can_be_set_that_none_may_start_with(bad):
     with pytest.raises(ValueError, match="loss_scale must be a number between"):
@@ -425,3 +414,32 @@ def test_state_of_64_bits_is_one_of_32_from_the_first_step_on():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Wide().adjust(True).sums.dtype == jnp.float32
+
+
+class Wild(ols.LossScale):
+    """Leaves every range."""
+
+    factor: float = 1e30
+
+    def adjust(self, grads_finite):
+        return self.replace(loss_scale=self.loss_scale * self.factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "bound"), [(1e30, 2.0**60), (1e-30, 2.0**-60)], ids=["up", "down"]
+)
+def test_a_scale_beyond_the_bounds_is_brought_back(factor, bound):
+    ls = Wild(factor=factor)
+    updated, _ = ls.update(jnp.ones(2))
+    assert updated() == bound
+    params = jnp.ones(2)
+    for skip in ("nonfinite", None):
+        tx = ols.with_loss_scale(optax.adam(0.1), ls, skip=skip)
+        state = tx.init(params)
+        loss_fn = lambda p: jnp.sum(p**2)
+        step = jax.jit(lambda s, p, tx=tx: tx.minimize(loss_fn, s, p))
+        for _ in range(3):
+            _, params, state = step(state, params)
+            assert state.should_apply
+            assert state.loss_scale() == bound
+    assert jnp.isfinite(params).all()

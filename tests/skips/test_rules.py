@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import AS_USERS_DO
 
 import optax_lossscale as ols
 from optax_lossscale import skips
@@ -18,15 +17,7 @@ from optax_lossscale import skips
 RULES = {
     "spikes": skips.spikes(window=16, max_skips=3),
     "spikes, none": skips.spikes(max_skips=0),
-    "olmo_core": skips.olmo_core(8),
-    "maxtext": skips.maxtext(2, 0.5),
-    "levanter": skips.levanter(8, 1.0),
-    "axlearn": skips.axlearn(skips.drop_norm_by_grad_norm_ema((2,)), 0.5),
-    "axlearn, stddev": skips.axlearn(
-        skips.drop_norm_by_grad_norm_stddev(min_count=3, multipliers=(2,)), 0.99
-    ),
-    "axlearn, fixed": skips.axlearn(2.0),
-    "megatron": skips.megatron(2.0),
+    "threshold": skips.threshold(2.0),
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 STEPS = 64
@@ -57,7 +48,6 @@ def followed(rule, norms, losses):
     return jax.lax.scan(step, rule, (norms, losses))
 
 
-followed_as_by_users = jax.jit(followed, compiler_options=AS_USERS_DO)
 followed = jax.jit(followed)
 
 
@@ -108,13 +98,7 @@ def test_a_rule_decides_under_jaxs_strictest_settings(rule):
 # Every function of the module, with its owner's arguments and defaults.
 SIGNATURES = {
     "spikes": "(factor=6.0, *, least=1.0, window=64, max_skips=16)",
-    "olmo_core": "(rolling_interval_length=128, sigma_factor=6)",
-    "maxtext": "(interval=128, scaling_factor=6.0)",
-    "levanter": "(rolling_interval_length=128, sigma_factor=6.0)",
-    "axlearn": "(drop_norm, grad_norm_ema_decay=None)",
-    "drop_norm_by_grad_norm_ema": "(multipliers=(20, 40, 100))",
-    "drop_norm_by_grad_norm_stddev": "(*, min_count=500, multipliers=(20, 40, 100))",
-    "megatron": "(grad_norm_skip_threshold)",
+    "threshold": "(norm)",
 }
 
 
@@ -130,35 +114,6 @@ def test_arguments_and_defaults_are_their_owners():
     assert {name: plain(function) for name, function in functions.items()} == SIGNATURES
 
 
-@pytest.mark.parametrize("make", [skips.olmo_core, skips.maxtext, skips.levanter])
-@hypothesis.given(norm=norms, loss=losses)
-def test_a_constant_is_no_spike(make, norm, loss):
-    """However few deviations are allowed, and however XLA rounds a mean."""
-    rule = make(8, 0.25)
-    _, (applied, _) = followed_as_by_users(
-        rule, np.full(STEPS, norm, np.float32), np.full(STEPS, loss, np.float32)
-    )
-    assert applied.all()
-
-
-def test_axlearn_learns_nothing_from_what_it_skips():
-    for drop_norm in (
-        skips.drop_norm_by_grad_norm_ema((5,)),
-        skips.drop_norm_by_grad_norm_stddev(min_count=2, multipliers=(5,)),
-    ):
-        rule = skips.axlearn(drop_norm, 0.9)
-        for norm in (1.0, 1.2, 0.9, 1.1):
-            rule, _ = rule.update(norm)
-        after, should_apply = rule.update(100.0)
-        assert not should_apply
-        assert (after.count, after.mean) == (rule.count, rule.mean)
-        assert after.mean_square == rule.mean_square
-        after, should_apply = rule.update(1.0)
-        assert should_apply
-        assert after.count == 5
-        assert after.mean != rule.mean
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -167,57 +122,9 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         (lambda: skips.spikes(window=15), "window must be an int between 16 and"),
         (lambda: skips.spikes(max_skips=-1), "max_skips must be an int between 0"),
         (lambda: skips.spikes(max_skips=1.5), "max_skips"),
-        (
-            lambda: skips.olmo_core(1),
-            "rolling_interval_length must be an int between 2",
-        ),
-        (lambda: skips.olmo_core(sigma_factor=0), "sigma_factor must be a positive"),
-        # Smaller numbers may be 0 in float32.
-        (lambda: skips.megatron(1e-320), "^grad_norm_skip_threshold must be a pos"),
-        (lambda: skips.megatron(1e-39), "^grad_norm_skip_threshold must be a pos"),
-        (
-            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1e-50),
-            r"grad_norm_ema_decay must be a number in \(0, 1\)",
-        ),
-        (lambda: skips.maxtext(interval=1.5), "^interval must"),
-        (lambda: skips.maxtext(scaling_factor=float("nan")), "^scaling_factor must"),
-        (lambda: skips.levanter("x"), "^rolling_interval_length must"),
-        (lambda: skips.axlearn(0), "^drop_norm must be a positive number"),
-        (
-            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema()),
-            "grad_norm_ema_decay must be a number such as 0.99",
-        ),
-        (
-            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1.0),
-            r"grad_norm_ema_decay must be a number in \(0, 1\)",
-        ),
-        (  # which is 1 in float32
-            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.99999998),
-            r"grad_norm_ema_decay must be a number in \(0, 1\)",
-        ),
-        (  # which is 0 in float32
-            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1e-60),
-            r"grad_norm_ema_decay must be a number in \(0, 1\), normal in float32",
-        ),
-        (
-            lambda: skips.spikes(least=1e-60),
-            r"least must be a number in \(0, 1e6\], normal in float32",
-        ),
-        (
-            lambda: skips.spikes(factor=1e-60),
-            r"factor must be a number in \(0, 1e6\], normal in float32",
-        ),
-        (lambda: skips.drop_norm_by_grad_norm_ema(()), "^multipliers must"),
-        (lambda: skips.drop_norm_by_grad_norm_ema(5.0), "^multipliers must"),
-        (
-            lambda: skips.drop_norm_by_grad_norm_stddev(multipliers=(1, -1)),
-            "^multipliers must be a tuple of positive numbers, got -1",
-        ),
-        (lambda: skips.drop_norm_by_grad_norm_stddev(min_count=-1), "min_count"),
-        (
-            lambda: skips.megatron(float("inf")),
-            "^grad_norm_skip_threshold must be a positive",
-        ),
+        (lambda: skips.threshold(0), "norm must be a number between"),
+        (lambda: skips.threshold(float("inf")), "norm must be a number between"),
+        (lambda: skips.threshold("x"), "norm must be a number between"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(make, message):
@@ -225,24 +132,10 @@ def test_arguments_that_mean_nothing_are_refused(make, message):
         make()
 
 
-def test_the_smallest_of_axlearns_multipliers_decides():
-    rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema((40, 5, 20)), 0.9)
-    for norm, applied in ((1.0, True), (4.9, True), (30.0, False)):
-        rule, should_apply = rule.update(norm)
-        assert should_apply == applied
-
-
-def test_a_norm_of_the_threshold_itself_is_applied_by_megatron_and_skipped_by_axlearn():
-    # whose mean begins at 1
-    follows = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.9)
-    for rule, threshold, applied in (
-        (skips.megatron(2.0), 2.0, True),
-        (skips.axlearn(2.0), 2.0, False),
-        (follows, 20.0, False),
-    ):
-        assert rule.update(threshold)[1] == applied
-        assert not rule.update(np.nextafter(np.float32(threshold), np.float32(100)))[1]
-        assert rule.update(np.nextafter(np.float32(threshold), np.float32(0)))[1]
+def test_a_norm_of_the_threshold_itself_is_applied():
+    rule = skips.threshold(2.0)
+    assert rule.update(2.0)[1]
+    assert not rule.update(np.nextafter(np.float32(2), np.float32(100)))[1]
 
 
 def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
@@ -260,6 +153,15 @@ def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
         decisions.append(bool(should_apply))
     assert decisions == [False, True, False, True]
     assert (rule.period, rule.steps, rule.skipped_by_rule) == (2, 4, 2)
+
+
+def test_a_decision_without_a_rule_is_an_error():
+    class Alone(skips.SkipRule):
+        def decide(self, norm, value):
+            return norm < 10.0
+
+    with pytest.raises(TypeError, match=r"Alone must return \(rule, should_apply\)"):
+        Alone().update(1.0)
 
 
 def test_a_rule_that_decides_number_by_number_is_an_error():
@@ -309,47 +211,19 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
             "keys among factor, least",
         ),
         (
-            {"class_name": "SpikeSkipRule", "config": {"window": 3}},
+            {
+                "class_name": "SpikeSkipRule",
+                "config": {"factor": 6, "least": 1, "window": 3, "max_skips": 1},
+            },
             "window must be an int between",
         ),
         (
             {"class_name": "ThresholdSkipRule", "config": {}},
-            "keys among threshold",
+            "keys among norm",
         ),
         (
-            {"class_name": "ThresholdSkipRule", "config": {"threshold": -1.0}},
-            "threshold must be",
-        ),
-        (
-            {
-                "class_name": "RollingSkipRule",
-                "config": {"length": 1, "sigma_factor": 6.0, "least_history": 1},
-            },
-            "length must be an int between",
-        ),
-        *(
-            (
-                {
-                    "class_name": "MovingAverageSkipRule",
-                    "config": {"grad_norm_ema_decay": 0.9, **drop_norm},
-                },
-                said,
-            )
-            for drop_norm, said in [
-                ({}, "keys among mean_factor"),
-                (
-                    {"mean_factor": "x", "stddev_factor": 0.0, "min_count": 0},
-                    "mean_factor must",
-                ),
-                (
-                    {"mean_factor": 1.0, "stddev_factor": -1.0, "min_count": 0},
-                    "stddev_factor must",
-                ),
-                (
-                    {"mean_factor": 1.0, "stddev_factor": 0.0, "min_count": 0.5},
-                    "min_count must",
-                ),
-            ]
+            {"class_name": "ThresholdSkipRule", "config": {"norm": -1.0}},
+            "norm must be",
         ),
     ],
 )
@@ -388,10 +262,3 @@ def test_what_a_rule_decides_about_a_step_that_is_not_finite_is_dropped():
     assert norms == [float("inf")]
     assert not state.should_apply
     assert state.skip_rule.seen == 0
-
-
-def test_the_decay_next_to_1_is_a_decay():
-    rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1 - 2.0**-24)
-    for _ in range(3):
-        rule, should_apply = rule.update(1.0)
-        assert should_apply

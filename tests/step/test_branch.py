@@ -91,7 +91,10 @@ def series(missing):
         "dynamic": (LS, "nonfinite"),
         "headroom, spikes": (ols.HeadroomLossScale(1024), skips.spikes()),
         "fixed, nonfinite": (1024, "nonfinite"),
-        "logmax, olmo_core": (ols.presets.LogMaxLossScale(1024), skips.olmo_core(8)),
+        "hysteresis, threshold": (
+            ols.DynamicLossScale(1024, hysteresis=2),
+            skips.threshold(1e4),
+        ),
     },
     missing={"none missing": (), "two missing": ("w1", "w2")},
     door=["apply_gradients", "update"],

@@ -9,7 +9,7 @@ import pytest
 from pairs import product
 
 import optax_lossscale as ols
-from optax_lossscale.demo import _model, _text
+from optax_lossscale import demo
 
 PARAMS = {
     "w": jnp.linspace(-2.0, 3.0, 24).reshape(4, 6),
@@ -100,7 +100,7 @@ def test_what_is_wide_already_is_kept_once(wrap, chained):
     tx = ols.with_master_weights(optax.sgd(0.25))
     tx = wrap(optax.chain(optax.clip(1.0), tx) if chained else tx)
     state = tx.init(params)
-    is_state = lambda x: isinstance(x, ols.MasterWeightsState)
+    is_state = lambda x: hasattr(x, "remainders")
     states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
     assert [x.dtype for x in jax.tree.leaves(states[0].remainders)] == [jnp.float32]
     grads = {"w": params["w"], "b": params["b"], "n": jnp.zeros(2, jnp.int32)}
@@ -168,7 +168,7 @@ each_wrap = pytest.mark.parametrize(
     [lambda tx: tx, lambda tx: ols.with_loss_scale(tx, 1)],
     ids=["alone", "wrapped"],
 )
-is_state = lambda x: isinstance(x, ols.MasterWeightsState)
+is_state = lambda x: hasattr(x, "remainders")
 
 
 def master_weights(state, params):
@@ -308,41 +308,6 @@ def test_each_of_an_ensemble_is_trained_as_alone():
 
 
 ADAM = optax.scale_by_adam()
-FOLLOWED = {
-    "chain": lambda tx: optax.chain(tx, optax.scale_by_learning_rate(1e-3)),
-    "chain in a chain": lambda tx: optax.chain(
-        optax.chain(optax.clip(1.0), tx), optax.scale(-1)
-    ),
-    "named_chain": lambda tx: optax.named_chain(("z", tx), ("a", optax.scale(-1e-3))),
-    "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
-    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
-    "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True}), optax.scale(-1e-3)),
-}
-
-
-@pytest.mark.parametrize("followed", FOLLOWED.values(), ids=FOLLOWED)
-def test_what_would_change_its_updates_is_refused_by_name(followed):
-    tx = ols.with_loss_scale(followed(ols.with_master_weights(ADAM)))
-    params = {"w": jnp.ones(2, jnp.float16)}
-    with pytest.raises(ValueError, match=r"with_master_weights is .*(followed|inside)"):
-        tx.init(params)
-
-
-@pytest.mark.parametrize(
-    ("name", "around"),
-    {
-        "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
-        "contrib.mechanize": optax.contrib.mechanize,
-        "contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
-        "contrib.schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
-    }.items(),
-)
-def test_a_wrapper_that_replaces_its_updates_is_named(name, around):
-    tx = ols.with_loss_scale(around(ols.with_master_weights(ADAM)))
-    with pytest.raises(ValueError, match=rf"is inside optax\.{name}, which changes"):
-        tx.init({"w": jnp.ones(2, jnp.float16)})
-
-
 NOT_FOLLOWED = {
     "chain": lambda tx: optax.chain(optax.clip(1.0), optax.chain(optax.scale(1.0), tx)),
     "named_chain": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx)),
@@ -367,60 +332,6 @@ def test_what_hands_its_updates_on_may_be_around_it(around):
 
 
 LEARNING_RATE = optax.scale_by_learning_rate(1e-3)
-FOLLOWED_IN_A_CHAIN = {
-    "next": lambda tx: optax.chain(tx, LEARNING_RATE),
-    "nested": lambda tx: optax.chain(optax.chain(optax.clip(1.0), tx), LEARNING_RATE),
-    "later": lambda tx: optax.chain(tx, optax.identity(), optax.chain(LEARNING_RATE)),
-    "named": lambda tx: optax.named_chain(("z", tx), ("a", LEARNING_RATE)),
-    "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True}), LEARNING_RATE),
-    "partition": lambda tx: optax.chain(
-        optax.partition({"a": tx}, {"w": "a"}), LEARNING_RATE
-    ),
-    "injected": lambda tx: optax.chain(
-        optax.inject_hyperparams(lambda step: tx)(step=1.0), LEARNING_RATE
-    ),
-    "accumulated": lambda tx: optax.chain(
-        optax.MultiSteps(tx, 2).gradient_transformation(), LEARNING_RATE
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "around", FOLLOWED_IN_A_CHAIN.values(), ids=FOLLOWED_IN_A_CHAIN
-)
-@pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)])
-def test_followed_in_a_chain_it_is_refused(around, init):
-    tx = ols.with_loss_scale(around(ols.with_master_weights(ADAM)))
-    with pytest.raises(
-        ValueError, match="with_master_weights is followed by other transforma"
-    ):
-        init(tx)({"w": jnp.ones(2, jnp.bfloat16)})
-
-
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda s: ols.value_and_scaled_grad(jnp.sum, s),
-        lambda s: ols.scale_gradient(1.0, s),
-    ],
-)
-def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_taken(
-    take,
-):
-    own = ols.with_loss_scale(ols.with_master_weights(ADAM))
-    params = (jnp.ones(2, jnp.bfloat16), jnp.ones(2))
-    take((own.init(params), params))  # no chain, but a carry
-    take(optax.chain(optax.clip(1.0), own).init(params))
-    for tx in (
-        optax.chain(own, LEARNING_RATE),
-        optax.named_chain(("z", own), ("a", LEARNING_RATE)),
-        optax.chain(optax.chain(own, optax.identity()), LEARNING_RATE),
-    ):
-        state = tx.init(params)
-        with pytest.raises(
-            ValueError, match="with_master_weights is followed by other"
-        ):
-            take(state)
 
 
 def test_the_last_in_a_bare_chain_trains_float32_numbers():
@@ -478,7 +389,7 @@ def test_without_the_wrapper_a_parameter_without_a_gradient_stays_with_its_slots
 OTHERS = {
     "shape": ({"w": jnp.ones(4, jnp.bfloat16)}, r"uint16\[3\] at w.*uint16\[4\] at w"),
     "dtype": ({"w": jnp.ones(3, jnp.float16)}, r"uint16\[3\] at w.*float32\[3\] at w"),
-    "structure": ({"v": jnp.ones(3, jnp.bfloat16)}, "made for other parameters"),
+    "structure": ({"v": jnp.ones(3, jnp.bfloat16)}, "does not fit these"),
 }
 
 
@@ -505,18 +416,12 @@ def test_the_state_of_a_bare_optimizer_is_refused_and_taken_when_cast_into_its_p
     tx = ols.with_master_weights(inner)
     wrapped = ols.with_loss_scale(tx)
     state = tx.init(params)
-    with pytest.raises(
-        TypeError, match=r"must be the MasterWeightsState .* got a tuple.*restore"
-    ):
+    with pytest.raises(ValueError, match=r"does not fit these .*restore"):
         tx.update(params, restored, params)
-    with pytest.raises(TypeError, match=r"must be the MasterWeightsState.*restore"):
+    with pytest.raises(ValueError, match=r"does not fit these .*restore"):
         wrapped.update(
             params, wrapped.init(params)._replace(inner_state=restored), params
         )
-    with pytest.raises(
-        ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast_like"
-    ):
-        tx.update(params, state._replace(inner_state=restored), params)
     cast_once = optax.tree.cast_like(restored, state.inner_state)
     _, after = tx.update(params, state._replace(inner_state=cast_once), params)
     chex.assert_trees_all_equal_dtypes(after, state)
@@ -530,7 +435,7 @@ def test_8_bit_parameters_are_refused():
 
 @pytest.mark.slow
 def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_demo():
-    steps, text = 400, _text.read()
+    steps = 400
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
@@ -541,16 +446,15 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
         @jax.jit
         def step(params, state, tokens):
             differentiate = ols.value_and_scaled_grad(
-                lambda params, tokens: _model.loss(cast(params, dtype), tokens),
+                lambda params, tokens: demo.loss(cast(params, dtype), tokens),
                 state,
-                grad_dtype=param_dtype,
             )
             loss, grads = differentiate(params, tokens)
             return *tx.apply_gradients(grads, state, params, value=loss), loss
 
-        params, losses = cast(_model.init(jax.random.key(0)), param_dtype), []
+        params, losses = cast(demo.init(jax.random.key(0)), param_dtype), []
         state = tx.init(params)
-        for tokens in _text.batches(text, steps, 0):
+        for tokens in demo.batches(steps):
             params, state, loss = step(params, state, tokens)
             losses.append(loss)
         return np.mean(losses[-steps // 10 :])

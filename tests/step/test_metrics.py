@@ -26,6 +26,7 @@ def test_tell_of_an_overflow_in_scalars_of_fixed_dtype():
         "should_apply": jnp.array(False),
         "skipped_steps": jnp.int32(1),
         "consecutive_skipped_steps": jnp.int32(1),
+        "gradient_norm": jnp.float32(jnp.inf),
         "growth_counter": jnp.int32(0),
         "hysteresis_left": jnp.int32(1),
         "exhausted": jnp.array(False),
@@ -34,20 +35,18 @@ def test_tell_of_an_overflow_in_scalars_of_fixed_dtype():
     chex.assert_trees_all_equal_shapes_and_dtypes(metrics, expected)
 
 
-@pytest.mark.parametrize(
-    "identifier", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
-)
+@pytest.mark.parametrize("identifier", [None, 128, "dynamic", "headroom"])
 def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     tx = optax.chain(ols.with_loss_scale(optax.adam(0.1), identifier), optax.scale(0.5))
     metrics = ols.metrics(tx.init(PARAMS))
     chex.assert_shape(list(metrics.values()), ())
-    assert metrics["loss_scale"] == ols.get(identifier)()
+    assert metrics["loss_scale"] == ols.get_loss_scale(tx.init(PARAMS))()
     assert set(metrics) >= {"log2_loss_scale", "should_apply", "skipped_steps"}
 
 
-@pytest.mark.parametrize("power", [-126, -3, 0, 15, 31, 127])
+@pytest.mark.parametrize("power", [-60, -3, 0, 15, 31, 60])
 def test_the_logarithm_of_a_power_of_two_is_an_integer(power):
-    ls = ols.DynamicLossScale(2.0**power, min_scale=2.0**-126)
+    ls = ols.DynamicLossScale(2.0**power, min_scale=None)
     assert jax.jit(ols.metrics)(ls)["log2_loss_scale"] == power
 
 
@@ -109,11 +108,9 @@ def test_no_name_hides_another():
     }
 
 
+@pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom"])
 @pytest.mark.parametrize(
-    "loss_scale", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
-)
-@pytest.mark.parametrize(
-    "skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"]
+    "skip", [None, ols.skips.threshold(1.0)], ids=["none", "a rule"]
 )
 def test_sends_nothing_to_the_device(loss_scale, skip):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=skip)

@@ -43,20 +43,7 @@ def test_a_function_may_have_keywords_of_any_name_that_is_not_an_option(name):
     assert TX.minimize(own, STATE, PARAMS, **{name: 2.0})[0] == 20
 
 
-@pytest.mark.parametrize("name", ["has_aux", "grad_dtype", "extra_args"])
-def test_a_keyword_that_is_an_option_has_to_be_bound(name):
-    own = eval(f"lambda p, {name}=1.0: loss_fn(p, {name})", globals())
-    for fun in (own, ols.autocast(own)):
-        with pytest.raises(
-            TypeError, match=rf"functools.partial\(function, {name}=…\)"
-        ):
-            TX.minimize(fun, STATE, PARAMS)
-    bound = functools.partial(own, **{name: 2.0})
-    assert TX.minimize(bound, STATE, PARAMS)[0] == 20
-    assert TX.minimize(own, STATE, PARAMS, 2.0)[0] == 20
-
-
-@pytest.mark.parametrize("name", ["has_aux", "grad_dtype", "extra_args"])
+@pytest.mark.parametrize("name", ["has_aux", "extra_args"])
 def test_a_function_may_collect_arguments_under_the_name_of_an_option(name):
     by_keyword = eval(f"lambda p, **{name}: loss_fn(p, **{name})", globals())
     assert TX.minimize(by_keyword, STATE, PARAMS, x=2.0)[0] == 20
@@ -65,13 +52,10 @@ def test_a_function_may_collect_arguments_under_the_name_of_an_option(name):
     assert TX.minimize(by_position, STATE, PARAMS, 2.0)[0] == 20
 
 
-@pytest.mark.parametrize("grad_dtype", [None, jnp.float16])
-def test_aux_comes_back_beside_the_loss(grad_dtype):
+def test_aux_comes_back_beside_the_loss():
     with_aux = lambda p, x: (loss_fn(p, x).astype(jnp.float32), {"x": x})
     tx = ols.with_loss_scale(optax.sgd(0.1), 64)
-    minimize = functools.partial(
-        tx.minimize, with_aux, has_aux=True, grad_dtype=grad_dtype
-    )
+    minimize = functools.partial(tx.minimize, with_aux, has_aux=True)
     (loss, aux), _, state = jax.jit(minimize)(tx.init(PARAMS), PARAMS, 2.0)
     assert (loss, aux["x"], state.should_apply) == (20, 2, True)
     _, params, state = jax.jit(minimize)(state, PARAMS, jnp.nan)

@@ -223,3 +223,24 @@ def test_with_lookahead_it_stays_in_both_trees():
         (after.fast["w"], after.slow["w"]), (params.fast["w"], params.slow["w"])
     )
     assert (after.fast["n"]["b"] != params.fast["n"]["b"]).all()
+
+
+@pytest.mark.parametrize("door", ["apply_gradients", "update"])
+def test_an_integer_beside_a_clip_stays(door):
+    """JAX's gradient of an integer is a float0; a clip multiplies what stands in for it."""
+    params = {"w": jnp.ones(3), "n": jnp.arange(2)}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    tx = ols.with_loss_scale(inner, 8)
+    state = tx.init(params)
+    loss_fn = lambda p: jnp.sum(p["w"] ** 2)
+    gradient = ols.value_and_scaled_grad(loss_fn, state, allow_int=True)
+    _, grads = gradient(params)
+    if door == "apply_gradients":
+        after, state = jax.jit(tx.apply_gradients)(grads, state, params)
+    else:
+        updates, state = tx.update(grads, state, params)
+        after = optax.apply_updates(params, updates)
+    assert state.should_apply
+    np.testing.assert_array_equal(after["n"], params["n"])
+    assert after["n"].dtype == params["n"].dtype
+    assert (after["w"] < 1).all()

@@ -3,7 +3,6 @@
 import pickle
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,19 +20,6 @@ PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.0])
 NORM = float(np.sqrt(1 + 4 + 0.25 + 9 + 0.0625))  # of gradients that are these
 BAD = {"w": PARAMS["w"].at[0, 1].set(jnp.nan), "b": PARAMS["b"]}
 LS = ols.DynamicLossScale(initial_scale=4, growth_interval=2)
-RULES = {
-    "spikes": skips.spikes(),
-    "olmo_core": skips.olmo_core(8),
-    "maxtext": skips.maxtext(8),
-    "levanter": skips.levanter(8),
-    "axlearn": skips.axlearn(skips.drop_norm_by_grad_norm_ema((5,)), 0.9),
-    "axlearn, stddev": skips.axlearn(
-        skips.drop_norm_by_grad_norm_stddev(min_count=3), 0.9
-    ),
-    "axlearn, fixed": skips.axlearn(10.0),
-    "megatron": skips.megatron(10.0),
-}
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 each_scale = pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom"])
 
 
@@ -62,6 +48,26 @@ class AtMost(skips.SkipRule):
     def decide(self, norm, value):
         losses = self.losses if value is None else self.losses + value
         return self.replace(norms=self.norms + norm, losses=losses), norm <= self.limit
+
+
+class LossBelow(skips.SkipRule):
+    """Needs the loss, and compares it with twice the smallest so far."""
+
+    needs_value = True
+    smallest: jax.Array = ols.state_field(2.0**100)
+
+    def decide(self, norm, value):
+        smallest = jnp.minimum(self.smallest, value)
+        return self.replace(smallest=smallest), value < 2 * self.smallest
+
+
+RULES = {
+    "spikes": skips.spikes(),
+    "threshold": skips.threshold(10.0),
+    "own": AtMost(10.0),
+    "own, of the loss": LossBelow(),
+}
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 class Scheduled(ols.LossScale):
@@ -106,9 +112,6 @@ UNCHECKED = {
 CHECKED = {
     "dynamic": "dynamic",
     "headroom": "headroom",
-    "logmax": ols.presets.LogMaxLossScale(),
-    "tolerance": ols.presets.ToleranceLossScale(),
-    "contrib": ols.presets.tensorflow_contrib_fixed(128),
 }
 
 
@@ -147,7 +150,7 @@ def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(
     assert jnp.isnan(params["w"]).any()
     # What the loss scale became is kept, checked or not.
     assert state.loss_scale() == (
-        8 if isinstance(loss_scale, Scheduled) else ols.get(loss_scale)()
+        8 if isinstance(loss_scale, Scheduled) else tx.init(PARAMS).loss_scale()
     )
 
 
@@ -197,15 +200,15 @@ def test_nonfinite_is_what_a_loss_scale_that_checks_does_anyway(loss_scale):
         params, state = PARAMS, tx.init(PARAMS)
         for grads in (PARAMS, BAD, PARAMS):
             params, state = jax.jit(tx.apply_gradients)(grads, state, params)
-        ends.append((params, state))
+        ends.append((params, state._replace(gradient_norm=None)))
     chex.assert_trees_all_equal(*ends)
 
 
-def test_without_a_rule_the_state_has_the_leaves_that_it_had():
-    for skip in (None, "nonfinite"):
+def test_without_a_rule_the_state_has_the_norm_if_it_is_measured():
+    for skip, leaves in ((None, 3), ("nonfinite", 4)):
         state = ols.with_loss_scale(optax.sgd(0.1), LS, skip=skip).init(PARAMS)
         assert state.skip_rule is None
-        assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(LS)) + 3
+        assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(LS)) + leaves
 
 
 @pairwise(
@@ -253,9 +256,8 @@ def test_a_step_that_is_not_finite_teaches_a_rule_nothing(rule, bad):
     skipped, after = step(grads, state, params, value=jnp.nan if bad == "loss" else 1.0)
     chex.assert_trees_all_equal(skipped, params)
     assert not after.should_apply
-    assert after.skip_rule.gradient_norm == jnp.inf
-    same = after.skip_rule.replace(gradient_norm=state.skip_rule.gradient_norm)
-    chex.assert_trees_all_equal(same, state.skip_rule)
+    assert after.gradient_norm == (NORM if bad == "loss" else jnp.inf)
+    chex.assert_trees_all_equal(after.skip_rule, state.skip_rule)
     _, state = step(PARAMS, after, params, value=1.0)
     assert state.should_apply
 
@@ -271,8 +273,8 @@ def test_the_norm_is_that_of_the_unscaled_gradients_that_are_checked(loss_scale)
         state = tx.init(params)
         grads = times(state.loss_scale()) | {"n": None}
         _, state = jax.jit(tx.apply_gradients)(grads, state, params)
-        np.testing.assert_allclose(state.skip_rule.gradient_norm, expected, rtol=1e-6)
-        assert state.skip_rule.gradient_norm.dtype == jnp.float32
+        np.testing.assert_allclose(state.gradient_norm, expected, rtol=1e-6)
+        assert state.gradient_norm.dtype == jnp.float32
 
 
 @each_scale
@@ -294,9 +296,6 @@ def test_a_rule_that_skips_nothing_leaves_the_loss_scale_to_adapt_as_without_it(
 GROWING = {
     "dynamic": ols.DynamicLossScale(8.0, growth_interval=1),
     "headroom": ols.HeadroomLossScale(8.0),
-    "logmax": ols.presets.LogMaxLossScale(8.0),
-    "tolerance": ols.presets.ToleranceLossScale(8.0, growth_interval=1),
-    "flax": ols.presets.flax(scale=8.0, growth_interval=0),
 }
 
 
@@ -459,12 +458,11 @@ def test_what_a_rule_measures_is_not_differentiated(rule):
 
     _, tangents = jax.jit(lambda x: jax.jvp(ruled, (x,), (1.0,)))(1.0)
     floats = [x for x in jax.tree.leaves(tangents) if x.dtype == jnp.float32]
-    assert floats
     assert not any(x.any() for x in floats)
 
 
 def test_what_init_returns_may_be_donated():
-    rule = skips.maxtext(8)
+    rule = LossBelow()
     tx = ols.with_loss_scale(optax.adam(0.1), LS, skip=rule)
     step = jax.jit(lambda params, state: tx.apply_gradients(PARAMS, state, params, value=1.0),
                    donate_argnums=(0, 1))  # fmt: skip
@@ -484,8 +482,7 @@ def test_members_under_vmap_each_go_by_their_own_norms(rule):
         spikes = jnp.array([1.0, 1e3 if i == 11 else 1.0])[:, None, None]
         _, state = step(times(noise * spikes, params), state, params)
     np.testing.assert_array_equal(state.skip_rule.skipped_by_rule[0], 0)
-    minimum = getattr(rule, "min_count", 0)
-    assert state.skip_rule.skipped_by_rule[1] == (1 if minimum <= 11 else 0)
+    assert state.skip_rule.skipped_by_rule[1] == (not rule.needs_value)
 
 
 REPLICAS = 4
@@ -509,7 +506,7 @@ def test_replicas_go_by_the_largest_norm_and_the_mean_loss(reduced):
     for factors, largest, mean in (([1, 1, 2, 2], 2, 1.5), ([1, 1, 1, 9], 9, 3)):
         params, state = step(*before, jnp.array(factors, jnp.float32))
         norm = NORM * (mean if reduced else largest)
-        np.testing.assert_allclose(state.skip_rule.gradient_norm, [norm] * 4, rtol=1e-6)
+        np.testing.assert_allclose(state.gradient_norm, [norm] * 4, rtol=1e-6)
         np.testing.assert_array_equal(state.skip_rule.losses, [mean] * 4)
         np.testing.assert_array_equal(state.should_apply, [norm <= 10] * 4)
         if norm > 10:
@@ -538,9 +535,7 @@ def test_an_overflow_on_one_replica_is_one_on_all(skip, loss_scale):
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_replicas_under_shard_map_agree(check_vma):
     mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
-    tx = ols.with_loss_scale(
-        optax.sgd(1e-2), LS, axis_name="data", skip=skips.maxtext(8)
-    )
+    tx = ols.with_loss_scale(optax.sgd(1e-2), LS, axis_name="data", skip=LossBelow())
 
     def step(params, state, x):
         mean_loss = lambda p, x: jax.lax.pmean(jnp.sum(p["w"] ** 2) * x[0], "data")
@@ -571,7 +566,7 @@ def test_arrays_spread_by_the_compiler_have_the_norm_of_the_whole():
     params = {"w": jax.device_put(jnp.ones((8, 4)), sharding)}
     tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=AtMost(10.0))
     _, state = jax.jit(tx.apply_gradients)(times(4, params), tx.init(params), params)
-    np.testing.assert_allclose(state.skip_rule.gradient_norm, 32**0.5, rtol=1e-6)
+    np.testing.assert_allclose(state.gradient_norm, 32**0.5, rtol=1e-6)
 
 
 def test_a_skipped_micro_batch_is_left_out_of_its_window():
@@ -589,7 +584,7 @@ def test_a_skipped_micro_batch_is_left_out_of_its_window():
 
 def test_a_state_of_another_rule_is_refused_and_the_remedy_works():
     old = ols.with_loss_scale(optax.sgd(0.1), LS)
-    new = ols.with_loss_scale(optax.sgd(0.1), LS, skip=skips.maxtext(8))
+    new = ols.with_loss_scale(optax.sgd(0.1), LS, skip=LossBelow())
     state = old.init(PARAMS)
     with pytest.raises(
         ValueError, match=r"_replace\(skip_rule=tx.init\(params\).skip_rule\)"
@@ -613,7 +608,7 @@ def test_what_says_nothing_of_when_to_skip_is_refused(skip):
 def test_a_rule_that_becomes_another_is_refused():
     class Other(skips.SkipRule):
         def decide(self, norm, value):
-            return skips.megatron(1.0), norm > 0
+            return skips.threshold(1.0), norm > 0
 
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=Other())
     with pytest.raises(TypeError, match=r"Other\.decide returns .*self\.replace\(…\)"):
@@ -623,7 +618,7 @@ def test_a_rule_that_becomes_another_is_refused():
 def test_metrics_have_the_norm_and_what_the_rule_counts():
     tx = ols.with_loss_scale(optax.sgd(0.1), 128, skip=AtMost(2.0))
     assert "gradient_norm" not in ols.metrics(
-        ols.with_loss_scale(optax.sgd(0.1)).init(PARAMS)
+        ols.with_loss_scale(optax.sgd(0.1), skip=None).init(PARAMS)
     )
     _, state = tx.apply_gradients(times(128), tx.init(PARAMS), PARAMS)
     found = jax.jit(ols.metrics)(state)
@@ -645,36 +640,8 @@ def test_check_says_that_it_was_the_rule():
     ):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
     _, state = tx.update(BAD, state, PARAMS)
-    with pytest.raises(ols.LossScaleError, match="gradients or losses were not finite"):
+    with pytest.raises(ols.LossScaleError, match=r"AtMost has skipped 4 steps"):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
-
-
-def test_a_loss_under_the_name_that_maxtext_and_levanter_give_it():
-    tx = ols.with_loss_scale(optax.adam(0.1), None, skip=AtMost(1e3))
-    step = jax.jit(lambda state, **extra: tx.update(PARAMS, state, PARAMS, **extra)[1])
-    state = step(tx.init(PARAMS), loss=3.0, grad_norm=NORM)
-    assert state.skip_rule.losses == 3
-    state = step(state, loss=jnp.nan)
-    assert not state.should_apply
-    assert step(state, loss=jnp.nan, value=2.0).skip_rule.losses == 5
-
-
-def test_a_state_that_was_saved_before_there_were_rules_is_restored(tmp_path):
-    tx = ols.with_loss_scale(optax.adam(0.1), LS)
-    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
-    saved = flax.serialization.to_state_dict(state)
-    del saved["skip_rule"]
-    restored = flax.serialization.from_state_dict(
-        tx.init(PARAMS), saved | {"skip_rule": None}
-    )
-    chex.assert_trees_all_equal(restored, state)
-
-    five = {name: x for name, x in state._asdict().items() if name != "skip_rule"}
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "old", five)
-        checkpointer.wait_until_finished()
-        restored = ols.LossScaleState(**checkpointer.restore(tmp_path / "old", five))
-    chex.assert_trees_all_equal(restored, state)
 
 
 @one_in(3, "rule", RULES)
@@ -682,10 +649,6 @@ def test_a_rule_is_saved_with_the_state(rule, tmp_path):
     tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=rule)
     _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
     chex.assert_trees_all_equal(pickle.loads(pickle.dumps(state)), state)
-    saved = flax.serialization.to_bytes(state)
-    restored = flax.serialization.from_bytes(tx.init(PARAMS), saved)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    chex.assert_trees_all_equal(restored, state)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()

@@ -47,4 +47,4 @@ def test_a_state_of_another_skip_rule_is_refused_with_both():
         ValueError, match="rule in the state is configured diff"
     ) as error:
         taken.update(PARAMS, given.init(PARAMS), PARAMS)
-    assert all(f"'max_skips': {n}" in str(error.value) for n in (12, 34))
+    assert all(f"SpikeSkipRule(max_skips={n})" in str(error.value) for n in (12, 34))

@@ -27,7 +27,7 @@ def test_raises_when_exhausted(wrap):
         ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=2.0))
     )
     with pytest.raises(
-        ols.LossScaleError, match=r"scale of 1, .* in a row: 2\. .*min_scale"
+        ols.LossScaleError, match=r"scale of 1, .*min_scale.* in a row: 2\."
     ):
         ols.raise_if_stuck(after(tx, NAN, NAN))
     ols.raise_if_stuck(after(tx, NAN, NAN, PARAMS))
@@ -46,7 +46,7 @@ def test_raises_at_too_many_skips():
 )
 def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuck):
     """Every second step, and every thirtieth."""
-    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.threshold(2.0))
 
     def step(state, i):
         norm = jnp.where(i % every == 0, 5.0, 1.0)
@@ -67,7 +67,7 @@ def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuc
 
 
 def test_a_loss_scale_alone_is_checked_without_counts():
-    ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
+    ls = ols.DynamicLossScale(initial_scale=1.0)
     ols.raise_if_stuck(ls)
     with pytest.raises(
         ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"
@@ -89,7 +89,7 @@ def test_it_says_to_diagnose_and_speaks_of_the_floor_only_there():
 
 
 def test_one_skip_of_a_rule_after_many_overflows_is_not_laid_to_the_rule():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.threshold(2.0))
     state = after(tx, NAN, NAN, NAN, 5 * PARAMS)
     assert state.skip_rule.skipped_by_rule == 1
     ols.raise_if_stuck(state, max_consecutive_skips=4)
@@ -98,17 +98,17 @@ def test_one_skip_of_a_rule_after_many_overflows_is_not_laid_to_the_rule():
 
 
 def test_overflows_and_spikes_in_a_row_are_both_named():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.threshold(2.0))
     state = after(tx, *[NAN] * 3, *[5 * PARAMS] * 3)
     with pytest.raises(
         ols.LossScaleError,
-        match=r"not finite.*, or ThresholdSkipRule .* norm of 7\.07.*restart the rule",
+        match=r"not finite.*, or ThresholdSkipRule .* norm of 7\.07",
     ):
         ols.raise_if_stuck(state, max_consecutive_skips=5)
 
 
 def test_a_rule_that_skipped_nothing_is_neither_blamed_nor_restarted():
-    tx = ols.with_loss_scale(optax.sgd(0.1), skip=ols.skips.megatron(1.0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), skip=ols.skips.threshold(1.0))
     with pytest.raises(ols.LossScaleError, match="not finite") as error:
         ols.raise_if_stuck(after(tx, *[NAN] * 4), max_consecutive_skips=3)
     assert "ThresholdSkipRule" not in str(error.value)
@@ -116,19 +116,10 @@ def test_a_rule_that_skipped_nothing_is_neither_blamed_nor_restarted():
 
 
 def test_skips_in_a_row_by_a_rule_alone_are_laid_to_it():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.threshold(2.0))
     state = after(tx, *[5 * PARAMS] * 4)
     with pytest.raises(ols.LossScaleError, match="ThresholdSkipRule has skipped"):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
-
-
-def test_it_speaks_of_a_floor_only_if_there_is_an_argument_for_it():
-    tx = ols.with_loss_scale(
-        optax.sgd(0.1), ols.HeadroomLossScale(initial_scale=2.0**-100)
-    )
-    with pytest.raises(ols.LossScaleError, match="cannot be lowered") as error:
-        ols.raise_if_stuck(after(tx, NAN))
-    assert "min_scale" not in str(error.value)
 
 
 def test_a_state_without_a_loss_scale_is_refused():
@@ -151,36 +142,18 @@ def test_of_many_models_it_says_to_take_one(loss_scale):
 
 
 def test_a_rule_that_skipped_most_is_named_though_the_last_step_overflowed():
-    tx = ols.with_loss_scale(optax.sgd(0.1), skip=ols.skips.megatron(1.0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), skip=ols.skips.threshold(1.0))
     state = after(tx, *[jnp.full(2, 2.0**20)] * 4, jnp.full(2, jnp.inf))
     with pytest.raises(
         ols.LossScaleError,
-        match=r"ThresholdSkipRule has skipped 4 steps,.* not finite, .*\. .*diagnose",
+        match=r"ThresholdSkipRule has skipped 4 steps,.* norm of inf\. .*diagnose",
     ):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
 
 
-def test_a_floor_that_is_none_already_is_not_spoken_of():
-    ls = ols.DynamicLossScale(initial_scale=1.2e-38, min_scale=None)
-    with pytest.raises(ols.LossScaleError, match="cannot be lowered") as error:
-        ols.raise_if_stuck(ls.adjust(False))
-    assert "min_scale" not in str(error.value)
-
-
-def test_of_norms_that_float32_does_not_hold_it_does_not_say_that_gradients_were_not_finite():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(1.0))
+@pytest.mark.parametrize("skip", ["nonfinite", ols.skips.threshold(1.0)])
+def test_norms_that_float32_does_not_hold_are_named(skip):
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=skip)
     state = after(tx, *[1e25 * PARAMS] * 4)
-    with pytest.raises(
-        ols.LossScaleError, match=r", or gradients had a norm of 2\*\*64 or"
-    ):
+    with pytest.raises(ols.LossScaleError, match=r"their norm .* norm of inf"):
         ols.raise_if_stuck(state, max_consecutive_skips=3)
-
-
-def test_the_rule_that_finds_a_new_level_by_itself_is_named_with_its_condition():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.spikes(max_skips=9))
-    state = after(tx, *[PARAMS] * 30, *[1e6 * PARAMS] * 4)
-    with pytest.raises(
-        ols.LossScaleError, match="if max_consecutive_skips is at least max_s"
-    ):
-        ols.raise_if_stuck(state, max_consecutive_skips=3)
-    ols.raise_if_stuck(after(tx, *[PARAMS] * 30, *[1e6 * PARAMS] * 20), 9)

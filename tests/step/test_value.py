@@ -15,11 +15,9 @@ PARAMS = {"w": jnp.array([1.0, -2.0])}
 EACH_SCALE = {
     "dynamic": ols.DynamicLossScale(growth_interval=2),
     "fixed": ols.FixedLossScale(64),
-    "none": ols.get(None),
-    "logmax": ols.presets.LogMaxLossScale(),
+    "none": ols.FixedLossScale(1),
     "headroom": ols.HeadroomLossScale(),
-    "tolerance": ols.presets.ToleranceLossScale(),
-    "pytorch": ols.presets.pytorch(),
+    "without a floor": ols.DynamicLossScale(2.0**16, min_scale=None),
 }
 each_scale = pytest.mark.parametrize("loss_scale", EACH_SCALE.values(), ids=EACH_SCALE)
 

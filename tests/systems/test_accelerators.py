@@ -288,13 +288,10 @@ def test_16_bit_parameters_with_master_weights_stay_in_place(target, door):
 
 
 @over_two
-@pytest.mark.parametrize("grad_dtype", [None, jnp.float16], ids=["casts", "grad_dtype"])
 @over_doors
-def test_a_whole_float16_step_takes_the_memory_of_the_plain_one(
-    target, door, grad_dtype
-):
+def test_a_whole_float16_step_takes_the_memory_of_the_plain_one(target, door):
     plain = plain_whole_step(target)
-    ours = whole_step(DOORS[door](ADAMW, "dynamic", grad_dtype), target)
+    ours = whole_step(DOORS[door](ADAMW, "dynamic"), target)
     assert extra_memory(ours, plain) <= 0.15
     assert not copies_a_parameter(ours)
     if target is _targets.H100:
@@ -343,10 +340,6 @@ LOSS_SCALES = {
     name: x
     for name, x in public(ols).items()
     if isinstance(x, type) and issubclass(x, ols.LossScale) and x is not ols.LossScale
-} | {
-    f"presets.{name}": x
-    for name, x in public(ols.presets).items()
-    if inspect.isfunction(x) and name != "get"
 }
 
 
@@ -360,10 +353,7 @@ def test_every_loss_scale_compiles(target, loss_scale):
 
 RULES = {
     "spikes": ols.skips.spikes(),
-    "olmo_core": ols.skips.olmo_core(),
-    "levanter": ols.skips.levanter(),
-    "axlearn": ols.skips.axlearn(ols.skips.drop_norm_by_grad_norm_stddev(), 0.99),
-    "megatron": ols.skips.megatron(1.0),
+    "threshold": ols.skips.threshold(1.0),
 }
 
 

@@ -56,12 +56,3 @@ def test_a_step_is_skipped_as_on_a_gpu(on_gpu):
     assert not state.should_apply
     assert len(runs) == (1 if on_gpu else 0)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, params, PARAMS))
-
-
-def test_leaves_are_checked_in_groups_as_on_a_gpu(on_gpu):
-    """Of four, where a CPU takes so few leaves one by one."""
-    # a new one, not traced before
-    check = jax.jit(lambda leaves: ols.all_finite(leaves))
-    program = check.lower([jnp.ones((8, 128))] * 8).as_text()
-    of_leaves = re.findall(r"stablehlo\.reduce.*tensor<8x128x", program)
-    assert len(of_leaves) == (2 if on_gpu else 8)

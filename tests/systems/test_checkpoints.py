@@ -22,8 +22,6 @@ INNER = optax.adamw(1e-2)
 LOSS_SCALES = {
     "dynamic": ols.DynamicLossScale(initial_scale=64, growth_interval=3, hysteresis=2),
     "fixed": ols.FixedLossScale(128),
-    "tolerance": ols.presets.ToleranceLossScale(initial_scale=64),
-    "logmax": ols.presets.LogMaxLossScale(initial_scale=64),
     "headroom": ols.HeadroomLossScale(initial_scale=64),
 }
 each_kind = pytest.mark.parametrize("loss_scale", LOSS_SCALES)

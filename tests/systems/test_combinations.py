@@ -162,33 +162,6 @@ def test_around_the_wrapper_what_would_leave_gradients_scaled_is_refused(around)
         tx.update(ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], state, PARAMS)
 
 
-BELONGS_INSIDE = {
-    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 1),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "mechanize": optax.contrib.mechanize,
-    "deep": lambda tx: optax.chain(optax.identity(), optax.masked(optax.contrib.mechanize(tx), {
-        "w": True, "b": True})),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("around", BELONGS_INSIDE.values(), ids=BELONGS_INSIDE)
-def test_what_sees_scaled_gradients_around_the_wrapper_is_refused_by_its_state(around):
-    state = around(wrapped(ADAM)).init(PARAMS)
-    for take in (
-        lambda state: ols.value_and_scaled_grad(loss_fn, state),
-        ols.get_loss_scale,
-    ):
-        with pytest.raises(
-            ValueError, match=r"around with_loss_scale .*(inside|leave it out)"
-        ):
-            take(state)
-
-
-@pytest.mark.parametrize("around", BELONGS_INSIDE.values(), ids=BELONGS_INSIDE)
-def test_inside_the_wrapper_it_is_taken(around):
-    assert ols.get_loss_scale(wrapped(around(ADAM)).init(PARAMS)) == LS
-
-
 def test_two_that_are_wrapped_in_a_chain_are_refused_by_their_state():
     state = optax.chain(wrapped(ADAM), wrapped(optax.sgd(1.0))).init(PARAMS)
     for take in (lambda state: ols.value_and_scaled_grad(loss_fn, state), ols.metrics):

@@ -17,7 +17,6 @@ FLOORS = {
     "_programs": 2,
     "_scales": 2,
     "_skips": 2,
-    "presets": 2,
     "skips": 2,
     "_autocast": 3,
     "_step": 3,
@@ -86,10 +85,10 @@ def test_each_file_says_in_its_first_line_what_it_is_about():
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        ("_arrays", "from optax_lossscale._step.get import get"),
+        ("_arrays", "from optax_lossscale._step.get_loss_scale import resolve"),
         ("_programs", "from optax_lossscale._autocast.plan import plan"),
         ("_scales", "from optax_lossscale import _step"),
-        ("presets", "import optax_lossscale._step.gradient"),
+        ("skips", "import optax_lossscale._step.gradient"),
         (
             "_step",
             "def f():\n    from optax_lossscale._diagnosis.page import Diagnosis",
@@ -105,7 +104,7 @@ def test_an_import_that_goes_up_a_floor_is_seen(part, line):
 def test_imports_that_stay_on_a_floor_or_go_down_are_allowed():
     source = (
         "import jax\n"
-        "from optax_lossscale import presets\n"
+        "from optax_lossscale import skips\n"
         "import optax_lossscale._arrays.finite"
     )
     assert upwards("_scales", source) == []

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import AS_USERS_DO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pairs import product
+from pairs import one_in, product
 
 import optax_lossscale as ols
 
@@ -300,6 +301,57 @@ def test_equals_the_bare_optimizer_bit_for_bit(name, mode, way):
             b = wrapped(grads, b[1], b[0], **extra(name))
     chex.assert_trees_all_equal(b[0], a[0])
     chex.assert_trees_all_equal(b[1].inner_state, a[1])
+
+
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**60], ids=["smallest", "largest"])
+@one_in(8, "name", NAMES)
+def test_at_either_end_of_the_scales_steps_are_those_of_the_bare_optimizer(name, scale):
+    """Compiled as by users, who may close over the scale: XLA folds its reciprocal then."""
+    inner = make(name)
+    params = numbers(jnp.float32, 0)
+    grads = numbers(jnp.float32, 1)
+    scaled = jax.tree.map(lambda g: g * np.float32(scale), grads)
+    updates, _ = inner.update(grads, inner.init(params), params, **extra(name))
+    expected = optax.apply_updates(params, updates)
+    fixed = ols.with_loss_scale(inner, scale)
+    adaptive = ols.with_loss_scale(inner, ols.DynamicLossScale(scale, min_scale=None))
+    closed_over = adaptive.init(params)
+
+    def step(tx, grads, state):
+        return tx.apply_gradients(grads, state, params, **extra(name))
+
+    for run, *args in (
+        (lambda grads, state: step(fixed, grads, state), scaled, fixed.init(params)),
+        (lambda grads, state: step(adaptive, grads, state), scaled, closed_over),
+        (lambda grads: step(adaptive, grads, closed_over), scaled),
+    ):
+        after, state = jax.jit(run, compiler_options=AS_USERS_DO)(*args)
+        assert state.should_apply
+        chex.assert_trees_all_close(after, expected, rtol=1e-4, atol=1e-6)
+
+
+@one_in(8, "name", NAMES, first=3)
+@pytest.mark.parametrize("branch", ["cond", "select"])
+def test_finite_gradients_whose_squares_overflow_are_skipped(name, branch):
+    """Or Adam's second moment is infinite for good, and every later update 0."""
+    params = numbers(jnp.float32, 0)
+    grads = jax.tree.map(lambda g: g * 1024, numbers(jnp.float32, 1))
+    huge = grads | {"b": grads["b"] + np.float32(1e25)}
+    for loss_scale in (LS, None):
+        tx = ols.with_loss_scale(make(name), loss_scale, branch=branch)
+        step = jax.jit(tx.apply_gradients)
+        after, state = step(grads, tx.init(params), params, **extra(name))
+        for way in (tx.apply_gradients, tx.update):
+            result, skipped = jax.jit(way)(huge, state, after, **extra(name))
+            if way == tx.apply_gradients:
+                chex.assert_trees_all_equal(result, after)
+            chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
+            chex.assert_trees_all_equal(skipped.loss_scale, state.loss_scale)
+            assert not skipped.should_apply
+            assert ols.metrics(skipped)["gradient_norm"] == jnp.inf
+        moved, state = step(grads, skipped, after, **extra(name))
+        assert state.should_apply
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(moved))
 
 
 @pytest.mark.parametrize("opaque", [False, True])

@@ -28,8 +28,6 @@ LOSS_SCALES = [
     ols.DynamicLossScale(initial_scale=3.0, growth_factor=1.5),
     ols.FixedLossScale(1),
     ols.FixedLossScale(0.3),
-    ols.presets.ToleranceLossScale(),
-    ols.presets.LogMaxLossScale(),
     ols.HeadroomLossScale(),
 ]
 

@@ -194,7 +194,7 @@ def multi_steps(loss_fn, inner, params):
 
 @step_of(RIGHT)
 def a_loss_scale_that_follows_the_gradients(loss_fn, inner, params):
-    tx = ols.with_loss_scale(inner, ols.presets.LogMaxLossScale())
+    tx = ols.with_loss_scale(inner, "headroom")
 
     def step(params, state, batch):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
@@ -769,7 +769,7 @@ def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
     ("inner", "loss_scale"),
     [
         (optax.sgd(0.1), ols.DynamicLossScale()),
-        (optax.adam(1e-2), ols.presets.ToleranceLossScale()),
+        (optax.adam(1e-2), ols.DynamicLossScale(min_scale=None)),
     ],
     ids=["sgd", "adam"],
 )
@@ -842,7 +842,7 @@ def test_a_step_without_the_wrapper_that_keeps_the_parameters_at_an_overflow(ret
         new = optax.apply_updates(params, updates), new_state
         return (*optax.tree.where(finite, new, (params, state)), new_scale)[:returned]
 
-    arguments = (params, inner.init(params), ols.presets.LogMaxLossScale())
+    arguments = (params, inner.init(params), ols.HeadroomLossScale())
     ols.testing.assert_scale_invariant(step, *arguments)
 
 
