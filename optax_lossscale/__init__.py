@@ -76,10 +76,10 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
     from optax_lossscale._diagnosis.dtypes import dtype_report
-    from optax_lossscale._diagnosis.page import Diagnosis
+    from optax_lossscale._diagnosis.report import Diagnosis
 else:  # If a type checker saw `__getattr__`, it would accept every misspelled name.
     _MODULES = {
-        "Diagnosis": "_diagnosis.page",
+        "Diagnosis": "_diagnosis.report",
         "autocast": "_autocast.autocast",
         "cast_inputs": "_autocast.cast_inputs",
         "diagnose": "_diagnosis.diagnose",

@@ -144,7 +144,9 @@ class SkipRule(Stateful):
         check_successor(rule, self, "decide")
         should_apply = as_flag(should_apply, self, "decide")
         # A norm of 0 does not show that steps with other norms are applied.
-        paid_off = jnp.where(norm > 0, jnp.maximum(rule.skip_debt - 1, 0), rule.skip_debt)
+        paid_off = jnp.where(
+            norm > 0, jnp.maximum(rule.skip_debt - 1, 0), rule.skip_debt
+        )
         deeper = jnp.minimum(rule.skip_debt, _MAX_DEBT) + APPLIED_PER_SKIP
         one_more = optax.safe_increment(self.skipped_by_rule)
         counted = rule.replace(

@@ -1,266 +1,405 @@
-"""Pairs of a value and its reference in wider floats, and equations applied to pairs.
+"""Runs a program on pairs, one equation after the other, and fills in the table.
 
-For `y = x.astype(float16) * 3`, with `x` in float32, the pairs are
-
-              actual                 reference
-    x         0.1                    0.1
-    the cast  0.09998 in float16     0.1 in float32
-    y         0.2998 in float16      0.3 in float32
-
-and the difference in the last row is the error of `y`. `compute` applies the equations
-of a piece to pairs, inside `jit`. A piece is a sequence of consecutive equations.
+Equations run one by one, each compiled for itself: in a compiled step, XLA fuses some
+of them and keeps digits in between. Python runs loops and branches, so each iteration
+is looked at, and the numbers of the worst one stay. Which branch runs and when a loop
+ends is decided by the values as the program computes them.
 """
 
-import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import JaxprEqn, Var
-from jax.sharding import AxisType, reshard
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
-from optax_lossscale._diagnosis.old_operations import Trait, traits
-from optax_lossscale._diagnosis.old_walk import programs_in
-from optax_lossscale._diagnosis.program import Piece
-from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
-from optax_lossscale._programs.values import (
-    FLOAT32,
-    FLOAT64,
-    Array,
-    is_inexact,
+from optax_lossscale._autocast.autocast import SCOPE
+from optax_lossscale._diagnosis.equation import (
+    compiled,
+    computed_alone,
+    is_compared,
+    key_of,
+    widened,
+)
+from optax_lossscale._diagnosis.table import (
+    OFF,
+    Figures,
+    Origins,
+    Row,
+    compare,
+)
+from optax_lossscale._programs.flat import Flat, flat
+from optax_lossscale._programs.lines import line_of
+from optax_lossscale._programs.operations import HOLDERS
+from optax_lossscale._programs.values import Array, dtype_in, is_inexact, shape_in
+from optax_lossscale._programs.versions import (
+    AnyJaxpr,
+    is_ref,
+    name_of,
+    open_jaxpr,
+    scopes_of,
+)
+from optax_lossscale._programs.walk import (
+    carry_positions,
+    first_inner_operand,
+    programs_in,
 )
 
-# Options with which XLA compiles faster on CPUs, because it optimizes less: a
-# convolutional network of six layers took half the processor time (jax 0.10). Most
-# pieces run so few times that compiling them without these options would take longer
-# than running them.
-_FAST_TO_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-# For a piece that compares. At level 0, some kernels fuse a product and a sum into one
-# rounding, and others do not. Where XLA computes a value in both, as in the maximum of
-# a normalized array and in its derivative, the maximum would be equal to no element.
-_SAME_BITS = _FAST_TO_COMPILE | {"xla_backend_optimization_level": 1}
+MOST_ITERATIONS = 1000
+"""How many iterations of a `while` are compared; the others run as they are."""
+
+# The scopes that JAX and `autocast` add. A scope with an arrow is the formula of an
+# `einsum`.
+_ADDED_SCOPES = rf"{re.escape(SCOPE)}|rematted_computation|jit\(.*\)|.*->.*"
+
+_IDENTITIES = frozenset(
+    ["copy", "name", "optimization_barrier", "pvary", "reshard", "sharding_constraint"]
+)
+"""Return their operands, each its own."""
 
 
-class Widths(NamedTuple):
-    """The dtypes to which the two arrays of a pair are widened, if they hold floats.
-
-    Floats that are wider already stay as they are.
+class Value(NamedTuple):
+    """A value of the program.
 
     Attributes:
-      actual: the dtype of the first array, or None to run the program in its own
-        dtypes.
-      reference: the dtype of the second array.
+      low: as the program computes it.
+      true: in float32 or wider; of integers and booleans, `low` itself.
+      row: the row of the equation that computed it, or of the parameter that it is.
+      error: its relative error.
+      faults: what is wrong with it, as in `Figures.faults`.
+      is_scaled: whether it depends on the loss scale.
+      slices: the values that a loop stacked, if it is such a stack.
     """
 
-    actual: np.dtype | None
-    reference: np.dtype
+    low: Array
+    true: Array
+    row: Row | None = None
+    error: float = 0.0
+    faults: int = 0
+    is_scaled: bool = False
+    slices: "Sequence[Value]" = ()
 
 
-AS_WRITTEN = Widths(None, FLOAT32)
-"""The program as it is, beside float32.
-
-The reference follows the choices of the program.
-"""
-
-IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
-"""The program in float32, beside float64.
-
-The program then makes the choices of float32, and the reference follows these. A run
-with these widths needs `jax.enable_x64`.
-"""
+def value_of(x: Array, row: Row | None = None, is_scaled: bool = False) -> Value:
+    """Pairs an argument or a constant with itself."""
+    true = widened(x)
+    faults = compare(x, true).faults if is_inexact(x) else 0
+    return Value(x, true, row, faults=faults, is_scaled=is_scaled)
 
 
-class Pair(NamedTuple):
-    """A value as it is computed, and the same value in wider floats.
+class Run(NamedTuple):
+    """What all programs of a diagnosis share.
 
     Attributes:
-      actual: the value as the program computes it, an array of any shape and dtype.
-      reference: an array of the same shape and, if the value is a float, in floats that
-        are at least as wide.
+      table: a row for each equation, in the order of the program.
+      origins: which rows made the operands of which.
+      functions: the compiled equations.
     """
 
-    actual: Array
-    reference: Array
+    table: list[Row]
+    origins: Origins
+    functions: dict[Any, Any]
 
-    @property
-    def as_operand(self) -> "Pair":
-        """The pair as later equations read it, in which a choice is its own reference.
 
-        The reference thus follows the choices of the program, such as indices.
+Iterations = tuple[int, ...]
+"""The iteration of each loop around a program, the outermost first."""
+
+
+class Program:
+    """A program at one place of the whole, with a row for each of its equations."""
+
+    def __init__(self, program: Flat, run: Run, outer: Row | None = None):
+        """Prepares a program.
+
+        Args:
+          program: the program.
+          run: gets the rows of its equations.
+          outer: the row of the equation that holds it, if one does.
         """
-        return self if is_inexact(self.actual) else Pair(self.actual, self.actual)
+        self._ins = program.ins
+        self._constants = {v: value_of(x) for v, x in program.consts.items()}
+        self._outs = [self._variable(atom) for atom in program.outs]
+        self._steps = []
+        for eqn in program.eqns:
+            operands = [self._variable(atom) for atom in eqn.invars]
+            self._steps.append(Step(eqn, operands, run, outer))
+        needed = set(self._outs)
+        for step in reversed(self._steps):
+            step.frees = {*step.operands, *step.eqn.outvars} - needed
+            needed |= step.frees
 
-    @property
-    def figures(self) -> Figures:
-        """The error and magnitude of floats, or the share of choices that differ.
+    def __call__(
+        self, arguments: Sequence[Value], iterations: Iterations = ()
+    ) -> list[Value]:
+        """Runs the program; returns its results."""
+        env = {**self._constants, **dict(zip(self._ins, arguments, strict=True))}
+        for step in self._steps:
+            operands = [env[v] for v in step.operands]
+            results = step(operands, iterations)
+            env.update(zip(step.eqn.outvars, results, strict=True))
+            for v in step.frees:
+                del env[v]
+        return [env[v] for v in self._outs]
 
-        Each access copies both arrays to the host and compares them anew.
-        """
-        if not is_inexact(self.actual):
-            return figures_of_choices(self.actual, self.reference)
-        dtype = wide_dtype(self.actual.dtype, FLOAT32)
-        actual = np.asarray(self.actual, dtype)
-        # A float64 element above float32's range becomes infinite.
-        with np.errstate(over="ignore"):
-            reference = np.asarray(self.reference, dtype)
-        return figures_of(actual, reference)
-
-
-def pair_of(x: Array, widths: Widths) -> Pair:
-    """Pairs an argument or a constant with itself; widens both to `widths`."""
-    if not is_inexact(x):
-        return Pair(x, x)
-    actual = np.asarray(x, wide_dtype(x.dtype, widths.actual))
-    reference = np.asarray(x, wide_dtype(x.dtype, widths.reference))
-    return Pair(actual, reference)
+    def _variable(self, atom: Var | Literal) -> Var:
+        """Returns a variable itself; makes a constant of a literal."""
+        if isinstance(atom, Var):
+            return atom
+        v = Var(atom.aval)
+        self._constants[v] = value_of(np.asarray(atom.val, dtype_in(atom)))
+        return v
 
 
-def compute(piece: Piece, widths: Widths, inputs: Sequence[Pair]) -> list[list[Pair]]:
-    """Applies the instructions of a piece to pairs.
+class Step:
+    """An equation at one place of a program, prepared for all of its iterations.
 
-    Args:
-      piece: the piece.
-      widths: the dtypes of each pair.
-      inputs: the pair of each variable that the piece reads.
-
-    Returns:
-      The results of each instruction. If a result is a choice, its reference is the
-      choice that the wider floats lead to, not the one that they follow later.
+    Attributes:
+      eqn: the equation.
+      operands: the variables that it reads; some are constants, made of literals.
+      frees: the variables that are not read after it.
     """
-    env = {}
-    for v, pair in zip(piece.reads, inputs, strict=True):
-        env[v] = _resharded(v, pair)
-    results = []
-    for instruction in piece.instructions:
-        eqn = instruction.eqn
-        operands = [env[v].as_operand for v in instruction.operands]
-        # The mesh of an equation may differ from the current one, as in `auto_axes`.
-        with eqn.ctx.manager:
-            pairs = _apply(eqn, operands, widths)
-        env.update(zip(eqn.outvars, pairs, strict=True))
-        results.append(pairs)
-    return results
+
+    def __init__(self, eqn: JaxprEqn, operands: list[Var], run: Run, outer: Row | None):
+        if any(map(is_ref, eqn.outvars)):
+            raise TypeError(
+                "diagnose cannot follow values through a jax.Ref, such as the one "
+                f"made at {line_of(eqn)}. Compute new arrays in the loss function "
+                "instead of changing one in place"
+            )
+        self.eqn = eqn
+        self.operands = operands
+        self.frees: set[Var] = set()
+        self._origins = run.origins
+        self._row = _row_of(eqn, outer)
+        self._function = self._function_of(run)
+
+    def __call__(
+        self, operands: Sequence[Value], iterations: Iterations
+    ) -> Sequence[Value]:
+        """Computes the results of the equation."""
+        return self._function(operands, iterations)
+
+    def _function_of(self, run: Run) -> Callable[..., Sequence[Value]]:
+        eqn = self.eqn
+        name = name_of(eqn)
+        if name in _IDENTITIES:
+            return lambda operands, iterations: operands
+        programs = [
+            Program(flat(program), run, self._row) for program in _on_pairs(eqn)
+        ]
+        if programs and name in _LOOPS:
+            return _LOOPS[name](eqn, programs)
+        if programs:
+            return programs[0]
+        if any(map(is_inexact, eqn.outvars)):
+            run.table.append(self._row)
+        key = key_of(eqn)
+        if key not in run.functions:
+            run.functions[key] = compiled(eqn)
+        self._compiled = run.functions[key]
+        return self._compute
+
+    def _compute(
+        self, operands: Sequence[Value], iterations: Iterations
+    ) -> list[Value]:
+        """Computes the equation itself and compares its results."""
+        lows = [x.low for x in operands]
+        low_results, true_results = self._compiled(lows, [x.true for x in operands])
+        is_scaled = any(x.is_scaled for x in operands)
+        self._row.is_backward |= is_scaled
+        self._origins.all[self._row].update(x.row for x in operands if x.row)
+        results = []
+        for n, low in enumerate(low_results):
+            if not is_inexact(low):
+                results.append(Value(low, low, is_scaled=is_scaled))
+                continue
+            true = true_results[n]
+            figures = compare(low, true)
+            self._note(figures, operands, iterations, low_results, n)
+            result = Value(
+                low, true, self._row, figures.error, figures.faults, is_scaled
+            )
+            results.append(result)
+        return results
+
+    def _note(
+        self,
+        figures: Figures,
+        operands: Sequence[Value],
+        iterations: Iterations,
+        low_results: Sequence[Array],
+        position: int,
+    ) -> None:
+        """Takes note of a result, and of what is wrong with it though not before."""
+        error_before = max((x.error for x in operands), default=0.0)
+        wrong = [x for x in operands if x.faults]
+        cause = ""
+        if figures.faults:
+            self._origins.wrong[self._row].update(x.row for x in wrong if x.row)
+            new = figures.faults
+            for x in wrong:
+                new &= ~x.faults
+            if new:
+                cause = self._cause(
+                    new, figures, error_before, operands, low_results, position
+                )
+        self._row.note(figures, cause, error_before, iterations)
+
+    def _cause(
+        self,
+        faults: int,
+        figures: Figures,
+        error_before: float,
+        operands: Sequence[Value],
+        low_results: Sequence[Array],
+        position: int,
+    ) -> str:
+        """Says in a word why a result is wrong though its operands are right."""
+        if faults != OFF or figures.error == math.inf:
+            return "overflows"
+        lows = [x.low for x in operands]
+        alone = computed_alone(self.eqn, lows, low_results)[position]
+        own = compare(low_results[position], alone)
+        # Most of the error comes from operands that are right but for a few digits.
+        if own.distance < figures.distance / 2:
+            return "cancels" if figures.error > 2 * error_before else "rounds"
+        return "vanishes" if figures.lost_error > 0.5 else "rounds"
 
 
-def _resharded(v: Var, pair: Pair) -> Pair:
-    """Gives the arrays of a pair the sharding that the variable had when traced.
+def _row_of(eqn: JaxprEqn, outer: Row | None) -> Row:
+    """Makes the row of an equation, with the line and layer of the one around it.
 
-    Arrays lose this sharding where they pass through the host. If an axis of the mesh
-    is explicit, JAX refuses operands with another sharding.
+    Its layer is JAX's name stack without what JAX and `autocast` add. For example,
+    `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
-    sharding = getattr(v.aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty:
-        return pair
-
-    def resharded(x):
-        current_mesh = jax.typeof(x).sharding.mesh
-        axis_types = (*sharding.mesh.axis_types, *current_mesh.axis_types)
-        if AxisType.Explicit not in axis_types:
-            return x
-        with jax.sharding.use_abstract_mesh(sharding.mesh):
-            return reshard(x, sharding)
-
-    return jax.tree.map(resharded, pair)
-
-
-def _apply(eqn: JaxprEqn, operands: Sequence[Pair], widths: Widths) -> list[Pair]:
-    """Applies an equation to the actual operands and to their references."""
-    actual_operands = [pair.actual for pair in operands]
-    actual = in_wide(eqn, actual_operands, widths.actual)
-    if not any(map(is_inexact, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, actual, actual))
-    if Trait.EFFECTFUL in traits(eqn):  # must not run a second time
-        return [Pair(x, widened(x, widths.reference)) for x in actual]
-    reference_operands = [pair.reference for pair in operands]
-    reference = in_wide(eqn, reference_operands, widths.reference)
-    pairs = list(map(Pair, actual, reference))
-    return _with_same_pivots(eqn, reference_operands, pairs)
+    scopes = [outer.layer] if outer and outer.layer else []
+    for scope in scopes_of(eqn):
+        if not re.fullmatch(_ADDED_SCOPES, scope):
+            scopes.append(scope)
+    dtypes = [dtype_in(v) for v in eqn.outvars if is_inexact(v)]
+    return Row(
+        line=line_of(eqn, outer.line if outer else ""),
+        layer="/".join(scopes),
+        operation=name_of(eqn),
+        dtype=dtypes[0] if dtypes else None,
+        is_compared=is_compared(eqn),
+    )
 
 
-def _with_same_pivots(
-    eqn: JaxprEqn, references: Sequence[Array], pairs: list[Pair]
-) -> list[Pair]:
-    """Makes the reference follow the pivots that an LU or QR decomposition chooses.
+def _on_pairs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
+    """Returns the programs in an equation that run on pairs.
 
-    Two decompositions can be compared only if their pivots are the same. The rows or
-    columns of the matrix's reference are therefore put in the order of the actual
-    pivots, and the reference is factored in that order.
+    These are those of loops, of branches, and of calls that pass on all operands. A
+    `while` with a condition for each example of a `vmap` runs as it is.
     """
-    if eqn.primitive is lax.linalg.lu_p:
-        factors, pivots, order = pairs
-        rows = order.actual[..., None]
-        ordered = jnp.take_along_axis(references[0], rows, axis=-2)
-        return [Pair(factors.actual, _lu_in_order(ordered)), pivots, order]
-    if eqn.primitive is lax.linalg.qr_p and eqn.params["pivoting"]:
-        q, r, order = pairs
-        columns = order.actual[..., None, :]
-        ordered = jnp.take_along_axis(references[0], columns, axis=-1)
-        full_matrices = eqn.params["full_matrices"]
-        q_in_order, r_in_order = lax.linalg.qr(ordered, full_matrices=full_matrices)
-        return [Pair(q.actual, q_in_order), Pair(r.actual, r_in_order), order]
-    return pairs
+    name = name_of(eqn)
+    has_floats = any(map(is_inexact, [*eqn.invars, *eqn.outvars]))
+    if name not in HOLDERS or name == "shard_map" or not has_floats:
+        return []
+    programs = programs_in(eqn)
+    first = open_jaxpr(programs[0])
+    if name == "cond":
+        return programs
+    if name == "scan":
+        return programs if eqn.params["length"] else []
+    if name == "while":
+        return [] if shape_in(first.outvars[0]) else programs
+    is_call = len(first.invars) == len(eqn.invars)
+    return [] if not is_call or any(map(is_ref, first.invars)) else programs
 
 
-def _lu_in_order(matrix: Array) -> Array:
-    """Returns L and U of a matrix, or of each in a batch, without exchanging rows.
-
-    As for `lu`, both are in one array, without the ones on the diagonal of L.
-    """
-    if not matrix.size:  # a loop over no columns could not be traced
-        return matrix
-    height, width = matrix.shape[-2:]
-    rows = jnp.arange(height)[:, None]
-    columns = jnp.arange(width)
-
-    def eliminated(k, matrix):
-        row = lax.dynamic_index_in_dim(matrix, k, axis=-2)
-        column = lax.dynamic_index_in_dim(matrix, k, axis=-1)
-        pivot = lax.dynamic_index_in_dim(row, k, axis=-1)
-        is_below = rows > k
-        # A pivot is 0 if all of its column is, and 0 / 0 would be NaN.
-        ratios = jnp.where(is_below & (column != 0), column / pivot, 0)
-        difference = matrix - ratios * jnp.where(columns > k, row, 0)
-        return jnp.where(is_below & (columns == k), ratios, difference)
-
-    return lax.fori_loop(0, min(height, width), eliminated, matrix)
+# --- Loops and branches: functions of an equation and of the programs in it ---
 
 
-def compiler_options(piece: Piece) -> dict[str, bool | int]:
-    """Returns options for a piece: keep every rounding and, on CPUs, compile faster."""
-    # By default, XLA may remove a cast to 16 bits and back, and with it the rounding
-    # that is to be measured.
-    options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
-    if not _can_compile_faster():
-        return options
-    if any(_compares(instruction.eqn) for instruction in piece.instructions):
-        return options | _SAME_BITS
-    return options | _FAST_TO_COMPILE
+def _cond(eqn: JaxprEqn, branches: Sequence[Program]) -> Callable[..., list[Value]]:
+    def run(operands, iterations):
+        index, *operands = operands
+        number = int(np.clip(index.low, 0, len(branches) - 1))
+        return branches[number](operands, iterations)
+
+    return run
 
 
-def _compares(eqn: JaxprEqn) -> bool:
-    """Whether an equation compares elements, as a program in it may do as well."""
-    return Trait.COMPARES in traits(eqn) or bool(programs_in(eqn))
+def _scan(eqn: JaxprEqn, programs: Sequence[Program]) -> Callable[..., list[Value]]:
+    (body,) = programs
+    carried = carry_positions(eqn)
+    length = eqn.params["length"]
+    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+
+    def run(operands, iterations):
+        constants = operands[: carried.start]
+        carry = operands[carried.start : carried.stop]
+        stacks = [_slices(x) for x in operands[carried.stop :]]
+        rows: list[Any] = [None] * length
+        for n in order:
+            arguments = [*constants, *carry, *(slices[n] for slices in stacks)]
+            results = body(arguments, (*iterations, n))
+            carry = results[: len(carried)]
+            rows[n] = results[len(carried) :]
+        return [*carry, *map(_stacked, zip(*rows, strict=True))]
+
+    return run
 
 
-@functools.cache
-def _can_compile_faster() -> bool:
-    """Whether programs run on a CPU whose compiler knows these options.
+def _while(eqn: JaxprEqn, programs: Sequence[Program]) -> Callable[..., list[Value]]:
+    condition, body = programs
+    as_it_is = compiled(eqn)
+    n_condition = first_inner_operand(eqn)
+    n_constants = carry_positions(eqn).start
 
-    XLA does not list its options, and a release may drop one, so this tries whether it
-    compiles with these.
-    """
-    if jax.default_backend() != "cpu":
-        return False
-    try:
-        jax.jit(lambda: 0.0, compiler_options=_FAST_TO_COMPILE).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+    def run(operands, iterations):
+        carry = operands[n_constants:]
+        for n in range(MOST_ITERATIONS):
+            (goes_on,) = condition([*operands[:n_condition], *carry], (*iterations, n))
+            if not goes_on.low:
+                return carry
+            arguments = [*operands[n_condition:n_constants], *carry]
+            carry = body(arguments, (*iterations, n))
+        lows = [x.low for x in (*operands[:n_constants], *carry)]
+        pairs = zip(*as_it_is(lows, lows), strict=True)
+        return [
+            x._replace(low=low, true=true)
+            for x, (low, true) in zip(carry, pairs, strict=True)
+        ]
+
+    return run
+
+
+_LOOPS = {"cond": _cond, "scan": _scan, "while": _while}
+
+
+def _slices(stack: Value) -> Sequence[Value]:
+    """Returns the values that a loop reads one after the other."""
+    if stack.slices:
+        return stack.slices
+    low = _on_host(stack.low)
+    true = _on_host(stack.true)
+    return [stack._replace(low=low[n], true=true[n]) for n in range(len(low))]
+
+
+def _stacked(slices: Sequence[Value]) -> Value:
+    """Stacks the values of all iterations, and keeps them."""
+    faults = 0
+    for value in slices:
+        faults |= value.faults
+    return Value(
+        low=_stack([x.low for x in slices]),
+        true=_stack([x.true for x in slices]),
+        row=slices[-1].row,
+        error=max(x.error for x in slices),
+        faults=faults,
+        is_scaled=any(x.is_scaled for x in slices),
+        slices=slices,
+    )
+
+
+def _on_host(x: Array) -> Array:
+    """Copies an array to the host, unless it holds random keys."""
+    return np.asarray(x) if isinstance(x.dtype, np.dtype) else x
+
+
+def _stack(arrays: Sequence[Array]) -> Array:
+    xp = np if isinstance(arrays[0].dtype, np.dtype) else jnp
+    return xp.stack(arrays)
