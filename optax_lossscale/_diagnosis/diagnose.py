@@ -21,7 +21,7 @@ from optax_lossscale._diagnosis.report import (
     GradientFigures,
     counted,
 )
-from optax_lossscale._diagnosis.table import PARAMETER, Origins, Row, compare
+from optax_lossscale._diagnosis.table import PARAMETER, Origins, Row, compare, ranked
 from optax_lossscale._programs.values import is_inexact_dtype, is_narrow_dtype
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._step.get_loss_scale import get_loss_scale
@@ -141,7 +141,7 @@ def _diagnosis(
         seed = value_of(np.float32(scale), is_scaled=True)
         grads = Program(gradient.backward, run)([*kept, seed])
         by_name = dict(zip(gradient.parameters, grads, strict=True))
-        return by_name, [row for row in run.table if row in run.origins.all]
+        return by_name, [row for row in run.table if row in run.origins.read]
 
     unscaled, unscaled_rows = backward(1.0)
     scale, overflow = _scale_that_fits(unscaled_rows)
@@ -150,21 +150,18 @@ def _diagnosis(
         scaled, scaled_rows = backward(scale)
     gradients = {name: _figures(unscaled[name], scaled[name], scale) for name in scaled}
     judged = counted(gradients)
-    table = [row for row in (*forward, *scaled_rows) if row in run.origins.all]
+    table = [row for row in (*forward, *scaled_rows) if row in run.origins.read]
     for row in table:
         row.layer = row.layer or run.origins.nearest_parameters(row)
 
-    def suspects(rows, grads):
+    def suspects(grads):
         results = [loss, *(grads[name] for name in judged)]
-        wrong = [x.row for x in results if x.faults and x.row]
-        return run.origins.suspects(rows, wrong)
+        return run.origins.suspects(x.fault for x in results if x.fault)
 
-    found = suspects(table, scaled)
+    found = suspects(scaled)
     if found:
         # Where no scale fits all, gradients vanish at the one that lets none overflow.
-        overflowing = suspects([*forward, *unscaled_rows], unscaled)
-        found += [x for x in overflowing if x.cause == "overflows"]
-        found = Origins.ranked(dict.fromkeys(found))
+        found += [x for x in suspects(unscaled) if x.cause == "overflows"]
     results = [loss, *(scaled[name] for name in judged)]
     worst = max(results, key=lambda x: x.error)
     return Diagnosis(
@@ -175,7 +172,7 @@ def _diagnosis(
         loss_error=loss.error,
         gradients=gradients,
         error=_error_of_all(scaled.values()),
-        suspects=tuple(found),
+        suspects=tuple(ranked(found)),
         largest_error=run.origins.source_of(worst.row) if worst.row else None,
         initial_scale=scale,
         overflow=overflow,
@@ -183,7 +180,7 @@ def _diagnosis(
         not_finite=tuple(
             argument.name
             for argument, value in zip(gradient.arguments, arguments, strict=True)
-            if value.faults
+            if value.fault
         ),
         not_compared=tuple(row for row in table if not row.is_compared),
         table=tuple(table),

@@ -27,6 +27,7 @@ from optax_lossscale._programs.values import (
     Array,
     astype,
     dtype_in,
+    dtypes_in,
     is_inexact,
     is_narrow_dtype,
 )
@@ -81,7 +82,8 @@ def is_compared(eqn: JaxprEqn) -> bool:
 
 def key_of(eqn: JaxprEqn) -> Any:
     """Returns a key that is equal for equations that do the same to other operands."""
-    key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.ctx)
+    params = tuple(sorted(eqn.params.items()))
+    key = (eqn.primitive, params, eqn.ctx, *dtypes_in(eqn.invars))
     try:
         hash(key)
     except TypeError:

@@ -6,7 +6,9 @@ is looked at, and the numbers of the worst one stay. Which branch runs and when 
 ends is decided by the values as the program computes them.
 """
 
+import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +26,10 @@ from optax_lossscale._diagnosis.equation import (
     widened,
 )
 from optax_lossscale._diagnosis.table import (
+    INFINITE,
     OFF,
+    UNDEFINED,
+    Fault,
     Figures,
     Origins,
     Row,
@@ -68,7 +73,7 @@ class Value(NamedTuple):
       true: in float32 or wider; of integers and booleans, `low` itself.
       row: the row of the equation that computed it, or of the parameter that it is.
       error: its relative error.
-      faults: what is wrong with it, as in `Figures.faults`.
+      fault: what is wrong with it; None if it is right.
       is_scaled: whether it depends on the loss scale.
       slices: the values that a loop stacked, if it is such a stack.
     """
@@ -77,7 +82,7 @@ class Value(NamedTuple):
     true: Array
     row: Row | None = None
     error: float = 0.0
-    faults: int = 0
+    fault: Fault | None = None
     is_scaled: bool = False
     slices: "Sequence[Value]" = ()
 
@@ -85,8 +90,9 @@ class Value(NamedTuple):
 def value_of(x: Array, row: Row | None = None, is_scaled: bool = False) -> Value:
     """Pairs an argument or a constant with itself."""
     true = widened(x)
-    faults = compare(x, true).faults if is_inexact(x) else 0
-    return Value(x, true, row, faults=faults, is_scaled=is_scaled)
+    kinds = compare(x, true).faults if is_inexact(x) else 0
+    fault = Fault(kinds) if kinds else None
+    return Value(x, true, row, fault=fault, is_scaled=is_scaled)
 
 
 class Run(NamedTuple):
@@ -209,7 +215,7 @@ class Step:
         low_results, true_results = self._compiled(lows, [x.true for x in operands])
         is_scaled = any(x.is_scaled for x in operands)
         self._row.is_backward |= is_scaled
-        self._origins.all[self._row].update(x.row for x in operands if x.row)
+        self._origins.read[self._row].update(x.row for x in operands if x.row)
         results = []
         for n, low in enumerate(low_results):
             if not is_inexact(low):
@@ -217,55 +223,61 @@ class Step:
                 continue
             true = true_results[n]
             figures = compare(low, true)
-            self._note(figures, operands, iterations, low_results, n)
-            result = Value(
-                low, true, self._row, figures.error, figures.faults, is_scaled
-            )
-            results.append(result)
+            error_before = max((x.error for x in operands), default=0.0)
+            self._row.note(figures, error_before, iterations)
+            fault = None
+            if figures.faults:
+                before = [x.fault for x in operands if x.fault]
+                fault = Fault(
+                    figures.faults,
+                    self._row,
+                    figures.error,
+                    error_before,
+                    iterations,
+                    before=[x for x in before if _leads_to(x.kinds, figures.faults)],
+                )
+                if _is_new(fault, before):
+                    self._explain(fault, figures, lows, low_results, n)
+                    self._origins.faults.append(fault)
+            results.append(Value(low, true, self._row, figures.error, fault, is_scaled))
         return results
 
-    def _note(
+    def _explain(
         self,
+        fault: Fault,
         figures: Figures,
-        operands: Sequence[Value],
-        iterations: Iterations,
+        lows: Sequence[Array],
         low_results: Sequence[Array],
         position: int,
     ) -> None:
-        """Takes note of a result, and of what is wrong with it though not before."""
-        error_before = max((x.error for x in operands), default=0.0)
-        wrong = [x for x in operands if x.faults]
-        cause = ""
-        if figures.faults:
-            self._origins.wrong[self._row].update(x.row for x in wrong if x.row)
-            new = figures.faults
-            for x in wrong:
-                new &= ~x.faults
-            if new:
-                cause = self._cause(
-                    new, figures, error_before, operands, low_results, position
-                )
-        self._row.note(figures, cause, error_before, iterations)
-
-    def _cause(
-        self,
-        faults: int,
-        figures: Figures,
-        error_before: float,
-        operands: Sequence[Value],
-        low_results: Sequence[Array],
-        position: int,
-    ) -> str:
         """Says in a word why a result is wrong though its operands are right."""
-        if faults != OFF or figures.error == math.inf:
-            return "overflows"
-        lows = [x.low for x in operands]
+        fault.cause = "overflows"
+        if fault.kinds != OFF:
+            return
         alone = computed_alone(self.eqn, lows, low_results)[position]
         own = compare(low_results[position], alone)
-        # Most of the error comes from operands that are right but for a few digits.
-        if own.distance < figures.distance / 2:
-            return "cancels" if figures.error > 2 * error_before else "rounds"
-        return "vanishes" if figures.lost_error > 0.5 else "rounds"
+        if fault.error == math.inf:
+            fault.is_inherited = own.error < math.inf
+        elif own.distance > figures.distance / 2:
+            fault.cause = "vanishes" if figures.lost_error > 0.5 else "rounds"
+        elif fault.error > 2 * fault.error_before:
+            fault.cause = "cancels"
+            fault.is_inherited = True
+        else:
+            fault.cause = "rounds"
+
+
+def _leads_to(kinds: int, result: int) -> bool:
+    """Whether what is wrong with an operand may be what is wrong with a result."""
+    return bool(kinds & result) or (kinds == INFINITE and result & UNDEFINED != 0)
+
+
+def _is_new(fault: Fault, before: Sequence[Fault]) -> bool:
+    """Whether something is wrong with a value that is not wrong with an operand."""
+    new = fault.kinds
+    for x in before:
+        new &= ~x.kinds
+    return new != 0
 
 
 def _row_of(eqn: JaxprEqn, outer: Row | None) -> Row:
@@ -381,15 +393,14 @@ def _slices(stack: Value) -> Sequence[Value]:
 
 def _stacked(slices: Sequence[Value]) -> Value:
     """Stacks the values of all iterations, and keeps them."""
-    faults = 0
-    for value in slices:
-        faults |= value.faults
+    faults = [x.fault for x in slices if x.fault]
+    kinds = functools.reduce(operator.or_, (x.kinds for x in faults), 0)
     return Value(
         low=_stack([x.low for x in slices]),
         true=_stack([x.true for x in slices]),
         row=slices[-1].row,
         error=max(x.error for x in slices),
-        faults=faults,
+        fault=Fault(kinds, before=faults) if faults else None,
         is_scaled=any(x.is_scaled for x in slices),
         slices=slices,
     )

@@ -148,6 +148,8 @@ class Diagnosis:
 
     def _scale_text(self) -> str:
         text = f"Loss scale: {scale_name(self.initial_scale)} fits"
+        if any(x.error == math.inf for x in self.gradients.values()):
+            text += " where the above is right"
         if self.overflow is not None:
             scale = scale_name(self.initial_scale * OVERFLOWS)
             text += f"; from {scale} on, {self.overflow.place} overflows"

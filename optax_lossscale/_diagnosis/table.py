@@ -14,14 +14,16 @@ goes wrong: a *suspect*. A value is *off* if it differs from float32's by more t
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from optax_lossscale._diagnosis.text import percent
-from optax_lossscale._programs.operations import PRODUCTS
+from optax_lossscale._programs.operations import EXACT, PRODUCTS
 from optax_lossscale._programs.values import is_narrow_dtype
+
+T = TypeVar("T")
 
 TOLERANCE = 0.05
 """The relative error above which a value is off.
@@ -78,29 +80,23 @@ def compare(low: Any, true: Any) -> Figures:
     if not known.all():
         faults |= INFINITE * bool(np.isinf(true).any())
         faults |= UNDEFINED * bool(np.isnan(true).any())
-    is_bad = not np.array_equal(known, finite)
+    magnitudes = np.abs(true if known.all() else true[known])
     if not finite.all():
         low = low[finite]
         true = true[finite]
-    if not true.size:
-        error = math.inf if is_bad else 0.0
-        return Figures(error=error, faults=faults | OFF * is_bad)
-    magnitudes = np.abs(true)
     distances = np.abs(low - true)
     size = _norm(magnitudes)
     apart = _norm(distances)
     is_lost = (low == 0) & (true != 0)
-    error = _ratio(apart, size)
-    if is_bad:
-        error = math.inf
+    error = _ratio(apart, size) if np.array_equal(known, finite) else math.inf
     return Figures(
         error=error,
         distance=apart,
         lost=_ratio(np.count_nonzero(is_lost), np.count_nonzero(true)),
         lost_error=_ratio(_norm(distances[is_lost]), apart) ** 2,
-        largest=float(magnitudes.max()),
+        largest=float(magnitudes.max(initial=0)),
         size=size,
-        typical=size / true.size**0.5,
+        typical=size / max(magnitudes.size, 1) ** 0.5,
         faults=faults | OFF * (error > TOLERANCE),
     )
 
@@ -178,18 +174,12 @@ class Row:
         )
 
     def note(
-        self,
-        figures: Figures,
-        cause: str,
-        error_before: float,
-        iterations: tuple[int, ...],
+        self, figures: Figures, error_before: float, iterations: tuple[int, ...]
     ) -> None:
         """Takes note of a result: of an iteration of a loop, or of the only one."""
-        # The numbers of an iteration with wrong operands say less.
-        if (cause != "", figures.error) > (self.cause != "", self.error):
+        if figures.error > self.error:
             self.error = figures.error
             self.error_before = error_before
-            self.cause = cause
             self.iterations = iterations
         self.lost = max(self.lost, figures.lost)
         self.largest = max(self.largest, figures.largest)
@@ -199,43 +189,84 @@ class Row:
         self.is_finite &= is_known and figures.error < math.inf
 
 
+@dataclasses.dataclass(eq=False)
+class Fault:
+    """A wrong value, and the wrong values from which it comes.
+
+    Attributes:
+      kinds: what is wrong: `OFF`, `INFINITE` and `UNDEFINED`, in any combination.
+      row: the row of its equation; None for a constant.
+      error: its relative error.
+      error_before: the error of the worst operand.
+      iterations: the iteration of each loop around it.
+      before: the faults of the operands from which its own comes.
+      cause: why it is wrong though its operands are right; "" if they are not.
+      is_inherited: whether most of its error comes from what right operands lack.
+    """
+
+    kinds: int
+    row: "Row | None" = None
+    error: float = 0.0
+    error_before: float = 0.0
+    iterations: tuple[int, ...] = ()
+    before: "Sequence[Fault]" = ()
+    cause: str = ""
+    is_inherited: bool = False
+
+
 PARAMETER = "parameter"
 """The operation of a row that stands for a parameter; its layer is the name."""
 
 
 class Origins:
-    """Which rows made the operands of each row.
+    """Where values come from.
 
     Attributes:
-      all: the rows that a row reads.
-      wrong: of these, the ones that were wrong when the result of the row was.
+      read: the rows that each row reads.
+      faults: the faults with a cause, in the order in which they occurred.
     """
 
     def __init__(self):
-        self.all: dict[Row, set[Row]] = defaultdict(set)
-        self.wrong: dict[Row, set[Row]] = defaultdict(set)
+        self.read: dict[Row, set[Row]] = defaultdict(set)
+        self.faults: list[Fault] = []
 
-    def suspects(self, table: Iterable[Row], results: Iterable[Row]) -> list[Row]:
-        """Returns the rows where results go wrong, the worst first.
+    def suspects(self, wrong: Iterable[Fault]) -> list[Row]:
+        """Returns the rows where wrong results go wrong, the worst first.
 
-        These are the rows with a `cause` that a result depends on through nothing but
-        wrong values. Of those that are not finite, the first to run comes first.
-
-        Args:
-          table: all rows, in the order in which they run.
-          results: the rows of the results that are wrong.
+        A row has the numbers of the iteration in which it does. Of rows that are not
+        finite, the first to run comes first.
         """
-        reached = _reached(results, self.wrong.__getitem__)
-        suspects = [row for row in table if row in reached and row.cause]
-        for row in suspects:
-            if row.cause == "cancels" or not is_narrow_dtype(row.dtype):
-                row.products = self._products(row)
-        return self.ranked(suspects)
+        reached = _reached(wrong, lambda fault: fault.before)
+        return ranked(self._suspect(x) for x in self.faults if x in reached)
 
-    @staticmethod
-    def ranked(suspects: Iterable[Row]) -> list[Row]:
-        """Sorts rows by their errors; those that are not finite stay in their order."""
-        return sorted(suspects, key=lambda x: -x.error if x.is_finite else -math.inf)
+    def _suspect(self, fault: Fault) -> Row:
+        products = ()
+        if fault.is_inherited:
+            products = self._nearest(fault.row, lambda x: x.operation in PRODUCTS)
+            # Without a product, these are the nearest equations that round to 16 bits.
+            products = products or self._nearest(
+                fault.row, lambda x: x.operation not in EXACT
+            )
+        return dataclasses.replace(
+            fault.row,
+            cause=fault.cause,
+            error=fault.error,
+            error_before=fault.error_before,
+            iterations=fault.iterations,
+            is_finite=not fault.kinds & (INFINITE | UNDEFINED)
+            and fault.error < math.inf,
+            products=products,
+        )
+
+    def _nearest(self, row: Row, is_sought: Callable[[Row], bool]) -> tuple[Row, ...]:
+        """Returns the rows with results of 16 bits that are the nearest before a row."""
+
+        def is_found(x):
+            return is_narrow_dtype(x.dtype) and is_sought(x)
+
+        before = self.read[row] - {row}
+        reached = _reached(before, lambda x: () if is_found(x) else self.read[x])
+        return tuple(_one_a_line(filter(is_found, reached)))
 
     def nearest_parameters(self, row: Row) -> str:
         """Names the parameters that are read nearest before a row."""
@@ -245,7 +276,7 @@ class Origins:
             names = {x.layer for x in rows if x.operation == PARAMETER}
             if names:
                 return ", ".join(sorted(names))
-            rows = [y for x in rows for y in self.all.get(x, ()) if y not in seen]
+            rows = [y for x in rows for y in self.read.get(x, ()) if y not in seen]
             seen.update(rows)
         return ""
 
@@ -253,7 +284,7 @@ class Origins:
         """Follows the largest errors back to the row in which most of it arises."""
         seen = {row}
         while True:
-            before = [x for x in self.all[row] if x not in seen]
+            before = [x for x in self.read[row] if x not in seen]
             worst = max(before, key=lambda x: x.error, default=row)
             if worst is row or worst.error < row.error / 2:
                 return row
@@ -263,29 +294,43 @@ class Origins:
     def _products(self, row: Row) -> tuple[Row, ...]:
         """Returns the nearest products in 16 bits that made the operands of a row.
 
-        If there are none, these are the nearest equations with results in 16 bits.
+        If there are none, these are the nearest equations that round to 16 bits.
         """
         products = self._nearest(row, lambda x: x.operation in PRODUCTS)
-        return products or self._nearest(row, lambda x: True)
+        return products or self._nearest(row, lambda x: x.operation not in EXACT)
 
     def _nearest(self, row: Row, is_sought: Callable[[Row], bool]) -> tuple[Row, ...]:
         def is_found(x):
             return is_narrow_dtype(x.dtype) and is_sought(x)
 
-        before = self.all[row] - {row}
-        reached = _reached(before, lambda x: () if is_found(x) else self.all[x])
-        return tuple(filter(is_found, reached))
+        before = self.read[row] - {row}
+        reached = _reached(before, lambda x: () if is_found(x) else self.read[x])
+        return tuple(_one_a_line(filter(is_found, reached)))
 
 
-def _reached(
-    start: Iterable[Row], next_rows: Callable[[Row], Iterable[Row]]
-) -> dict[Row, None]:
-    """Returns the rows that are reached from some rows, and these themselves."""
-    reached: dict[Row, None] = {}
+def ranked(suspects: Iterable[Row]) -> list[Row]:
+    """Sorts rows by their errors, and keeps one for each line and cause.
+
+    Of those that are not finite, the first comes first.
+    """
+    by_error = sorted(suspects, key=lambda x: -x.error if x.is_finite else -math.inf)
+    return _one_a_line(by_error)
+
+
+def _one_a_line(rows: Iterable[Row]) -> list[Row]:
+    first: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        first.setdefault((row.line, row.layer, row.cause), row)
+    return list(first.values())
+
+
+def _reached(start: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """Returns what is reached from some rows or faults, and these themselves."""
+    reached: dict[T, None] = {}
     pending = list(start)
     while pending:
-        row = pending.pop(0)
-        if row not in reached:
-            reached[row] = None
-            pending += next_rows(row)
+        x = pending.pop()
+        if x not in reached:
+            reached[x] = None
+            pending += before(x)
     return reached

@@ -43,6 +43,14 @@ REARRANGES = MOVES | _named(
 )
 """Compute nothing: to compute them again saves no work and may save memory."""
 
+EXACT = MOVES | _named(
+    """
+    abs broadcast_in_dim clamp concatenate gather max min neg pad reduce_max reduce_min
+    select_n tile
+    """
+)
+"""Round nothing, as each element of the result is one of an operand or 0."""
+
 REDUCES = _named("reduce_max reduce_min reduce_prod reduce_sum")
 """Combine the elements along their parameter `axes` into one."""
 

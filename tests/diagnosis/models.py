@@ -1,0 +1,592 @@
+"""Models and losses for `diagnose`: sound ones, and ones that 16 bits spoil."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import optax_lossscale as ols
+
+F16, F32 = jnp.float16, jnp.float32
+BF16 = jnp.bfloat16
+CONV = {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+}
+
+
+def half(tree):
+    return jax.tree.map(lambda x: x.astype(F16), tree)
+
+
+def normal(*shape, scale=None, seed=0):
+    scale = shape[0] ** -0.5 if scale is None else scale
+    seed = [seed, *shape]
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, F32)
+
+
+def crossentropy(logits, labels):
+    logits = jax.nn.log_softmax(logits.astype(F32))
+    return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
+
+
+def square(x, target=0.0):
+    return jnp.mean((x.astype(F32) - target) ** 2)
+
+
+# --- models: each returns its loss function, parameters and batch ---
+
+
+def perceptron():
+    params = {
+        "w1": normal(32, 64),
+        "b1": jnp.zeros(64),
+        "w2": normal(64, 64),
+        "w3": normal(64, 1),
+    }
+
+    def loss_fn(params, x, y):
+        p = half(params)
+        x = jax.nn.relu(x.astype(F16) @ p["w1"] + p["b1"])
+        return square(jax.nn.relu(x @ p["w2"]) @ p["w3"], y)
+
+    return loss_fn, params, normal(64, 32, scale=1), normal(64, 1, scale=1)
+
+
+def deep(depth=16):
+    params = [normal(32, 32, scale=0.25, seed=i) for i in range(depth)]
+
+    def loss_fn(params, x):
+        for w in half(params):
+            x = jax.nn.relu(x.astype(F16) @ w)
+        return square(x)
+
+    return loss_fn, params, normal(16, 32, scale=1)
+
+
+def embedding(tokens=4096, rows=2, cast_first=True):
+    params = {"embed": normal(rows, 16, scale=1), "out": normal(16, 4)}
+
+    def loss_fn(params, tokens, y):
+        table = params["embed"].astype(F16) if cast_first else params["embed"]
+        return square(table[tokens].astype(F16) @ params["out"].astype(F16), y + 1)
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, rows, tokens))
+    return loss_fn, params, tokens, normal(tokens.size, 4, scale=1)
+
+
+def attention(size=1.0, norm=True, softmax=F32, mask=-jnp.inf):
+    params = {name: normal(32, 32, seed=i) for i, name in enumerate("qkvo")}
+    params |= {f"{name}_bias": jnp.zeros(32) for name in "qkv"}
+
+    def loss_fn(params, x):
+        p, x = half(params), x.astype(F16)
+        q, k, v = (x @ p[name] + p[f"{name}_bias"] for name in "qkv")
+        scores = q @ k.mT
+        scores = scores / F16(32**0.5) if norm else scores
+        scores = jnp.where(np.tri(16, dtype=bool), scores, jnp.asarray(mask, F16))
+        return square(jax.nn.softmax(scores.astype(softmax)).astype(F16) @ v @ p["o"])
+
+    return loss_fn, params, normal(4, 16, 32, scale=size)
+
+
+def convolution():
+    params = {"c1": normal(3, 3, 3, 8), "c2": normal(3, 3, 8, 16, scale=0.1)}
+    params["out"] = normal(256, 10)
+
+    def loss_fn(params, x, y):
+        p, x = half(params), x.astype(F16)
+        for name in ("c1", "c2"):
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, p[name], **CONV))
+            x = jax.lax.reduce_window(
+                x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+            )
+        return crossentropy(x.reshape(4, -1) @ p["out"], y)
+
+    return loss_fn, params, normal(4, 16, 16, 3, scale=1), jnp.arange(4)
+
+
+def normalized(variance=lambda x: x.var(0), dtype=F32, mean=0.0):
+    params = {
+        "w": normal(16, 32),
+        "b": jnp.zeros(32),
+        "scale": jnp.ones(32),
+        "out": normal(32, 1),
+    }
+
+    def loss_fn(params, x):
+        x = (x.astype(F16) @ params["w"].astype(F16) + params["b"].astype(F16)).astype(
+            dtype
+        )
+        x = (x - x.mean(0)) * jax.lax.rsqrt(variance(x) + jnp.asarray(1e-5, dtype))
+        x = (x * params["scale"].astype(dtype)).astype(F16)
+        return square(jax.nn.relu(x) @ params["out"].astype(F16))
+
+    return loss_fn, params, normal(32, 16, scale=1) + mean
+
+
+def mixture():
+    params = {
+        "router": normal(16, 4),
+        "up": normal(4, 16, 32),
+        "down": normal(4, 32, 16),
+    }
+
+    def loss_fn(params, x):
+        p, x = half(params), x.astype(F16)
+        gates, chosen = jax.lax.top_k(jax.nn.softmax((x @ p["router"]).astype(F32)), 2)
+        y = jax.nn.gelu(jnp.einsum("bi,eij->bej", x, p["up"]))
+        y = jnp.einsum("bej,eji->bei", y, p["down"])
+        y = jnp.take_along_axis(y, chosen[..., None], 1) * gates[..., None].astype(F16)
+        return square(y.sum(1))
+
+    return loss_fn, params, normal(64, 16, scale=1)
+
+
+def graph():
+    params = {"w": normal(16, 16), "a": normal(16, scale=0.2), "out": normal(16, 3)}
+    source, target = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 256)))
+
+    def loss_fn(params, x, y):
+        p = half(params)
+        x = x.astype(F16) @ p["w"]
+        scores = jax.nn.leaky_relu((x @ p["a"])[source] + (x @ p["a"])[target]).astype(
+            F32
+        )
+        weights = jnp.exp(scores - jax.ops.segment_max(scores, target, 64)[target])
+        weights /= jax.ops.segment_sum(weights, target, 64)[target] + 1e-9
+        x = jax.ops.segment_sum(x[source] * weights[:, None].astype(F16), target, 64)
+        return crossentropy(jax.nn.elu(x) @ p["out"], y)
+
+    return loss_fn, params, normal(64, 16, scale=1), jnp.arange(64) % 3
+
+
+def lstm():
+    params = {
+        "w": normal(16, 64),
+        "u": normal(8, 64),
+        "b": jnp.zeros(64),
+        "out": normal(16, 1),
+    }
+
+    def loss_fn(params, x):
+        p = half(params)
+
+        def body(state, x):
+            c, y = state
+            gates = y @ p["w"] + x @ p["u"] + p["b"]
+            i, f, o, g = jnp.split(gates, 4, -1)
+            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            y = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (c, y), y @ p["out"]
+
+        zeros = jnp.zeros((4, 16), F16)
+        return square(jax.lax.scan(body, (zeros, zeros), x.astype(F16))[1], 1)
+
+    return loss_fn, params, normal(50, 4, 8, scale=1)
+
+
+def stack():
+    params = {"w": normal(12, 16, 16, scale=0.25), "b": jnp.zeros((12, 16))}
+
+    def loss_fn(params, x):
+        body = jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p["w"] + p["b"]), None))
+        return square(jax.lax.scan(body, x.astype(F16), half(params))[0])
+
+    return loss_fn, params, normal(8, 16, scale=1)
+
+
+def dropout():
+    params = {"w": normal(16, 64), "v": normal(64, 1)}
+
+    def loss_fn(params, x, key):
+        x = jax.nn.gelu(x.astype(F16) @ params["w"].astype(F16))
+        x = jnp.where(jax.random.uniform(key, x.shape, F16) < 0.9, x / F16(0.9), 0)
+        return square(x @ params["v"].astype(F16))
+
+    return loss_fn, params, normal(32, 16, scale=1), jax.random.key(0)
+
+
+def contrastive():
+    params = {"a": normal(16, 16), "b": normal(16, 16, seed=1), "temperature": F32(2.6)}
+
+    def loss_fn(params, x, y):
+        unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        u, v = (
+            unit((x.astype(F16) @ params[name].astype(F16)).astype(F32)).astype(F16)
+            for name, x in (("a", x), ("b", y))
+        )
+        logits = (u @ v.T).astype(F32) * jnp.exp(params["temperature"])
+        return crossentropy(logits, jnp.arange(32))
+
+    x = normal(32, 16, scale=1)
+    return loss_fn, params, x, x + 0.3 * normal(32, 16, scale=1, seed=1)
+
+
+def scan(steps=20_000):
+    def loss_fn(params, x):
+        w = params["w"].astype(F16)
+        add = lambda total, x: (total + (w * x.astype(F16)).astype(F32), None)
+        return jax.lax.scan(add, F32(0), x)[0]
+
+    x = np.random.default_rng(0).uniform(0, 1.3e-4, steps)
+    return loss_fn, {"w": F32(0.5)}, jnp.asarray(x, F32)
+
+
+def gate(at=9.0):
+    params = {"gate": jnp.full(8, at), "w": normal(8, scale=1)}
+
+    def loss_fn(params, x):
+        p = half(params)
+        x = jax.nn.sigmoid(p["gate"]) * p["w"] * x.astype(F16)
+        return jnp.mean(x.astype(F32).sum(-1) ** 2)
+
+    return loss_fn, params, normal(16, 8, scale=1)
+
+
+def rotary(dtype=F32):
+    params = {"q": normal(16, 16), "k": normal(16, 16, seed=1)}
+
+    def loss_fn(params, x):
+        p, x = half(params), x.astype(F16)
+        frequencies = jnp.asarray(1e-4 ** (np.arange(8) / 8), dtype)
+        angles = jnp.arange(4096).astype(dtype)[:, None] * frequencies
+        cos, sin = jnp.cos(angles).astype(F16), jnp.sin(angles).astype(F16)
+        turned = lambda x: jnp.concatenate(
+            [x[:, :8] * cos - x[:, 8:] * sin, x[:, 8:] * cos + x[:, :8] * sin], -1
+        )
+        q, k = turned(x @ p["q"]), turned(x @ p["k"])
+        return square((q[1:] * k[:-1]).sum(-1))
+
+    return loss_fn, params, normal(4096, 16, scale=1)
+
+
+HEALTHY = {
+    "perceptron": perceptron,
+    "deep": deep,
+    "embedding": embedding,
+    "embedding summed in float32": functools.partial(
+        embedding, 32_768, cast_first=False
+    ),
+    "sparse embedding": functools.partial(embedding, 256, rows=500),
+    "attention": attention,
+    "attention in float16": functools.partial(attention, softmax=F16),
+    "convolution": convolution,
+    "normalized": normalized,
+    "mixture": mixture,
+    "graph": graph,
+    "lstm": lstm,
+    "stack": stack,
+    "dropout": dropout,
+    "contrastive": contrastive,
+    "gate": functools.partial(gate, 1.0),
+    "rotary": rotary,
+}
+
+
+def deep_relu():
+    """Six layers, whose gradients are small and not zero."""
+    return deep(6)
+
+
+def batch_normalized():
+    """A convolution whose bias is normalized away, as that of a dense layer."""
+    params = {
+        "conv": normal(3, 3, 3, 8),
+        "conv_bias": jnp.zeros(8),
+        "w": normal(8, 16),
+        "bias": jnp.zeros(16),
+        "out": normal(16, 4),
+    }
+
+    def norm(x, axes):
+        return (x - x.mean(axes)) * lax.rsqrt(x.var(axes) + 1e-5)
+
+    def loss_fn(params, x):
+        x = lax.conv_general_dilated(x, params["conv"], **CONV) + params["conv_bias"]
+        x = jax.nn.relu(norm(x, (0, 1, 2))).mean((1, 2)) @ params["w"] + params["bias"]
+        return square(jax.nn.relu(norm(x, 0)) @ params["out"], 1.0)
+
+    return ols.autocast(loss_fn), params, normal(16, 8, 8, 3, scale=1)
+
+
+HEALTHY |= {"deep relu": deep_relu, "batch norm": batch_normalized}
+
+
+# --- losses that 16 bits spoil ---
+
+
+class Spoiled(NamedTuple):
+    """A loss that 16 bits spoil.
+
+    Attributes:
+      loss_fn: the loss function.
+      inputs: its parameters and batch.
+      function: the function with the line at fault.
+      line: how many lines after the head of the function it is.
+      causes: the words that say what happens.
+    """
+
+    loss_fn: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    function: Any
+    line: int
+    causes: str
+
+
+def distance(params, x):
+    """Squared, as |a|² - 2ab + |b|²."""
+    a = jnp.tanh(x @ params["w"])
+    b = a + 0.01 * jnp.tanh(x @ params["v"])
+    return jnp.mean((a**2).sum(1) - 2 * jnp.diag(a @ b.T) + (b**2).sum(1))
+
+
+def phases(params, x):
+    """sin(positions @ frequencies)."""
+    return square(jnp.sin(x @ params["frequencies"]) @ params["w"])
+
+
+def residual(params, x):
+    """A small difference of large numbers."""
+    return square(x @ params["w"] - x.sum(-1, keepdims=True))
+
+
+def forces(params, x):
+    """The derivative of a small energy."""
+    energy = lambda x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["v"]) * 1e-7
+    return square(jax.grad(energy)(x) * 1e7 - x)
+
+
+def attack(params, x):
+    """A step along the sign of a derivative."""
+    inner = lambda x: jnp.mean((jnp.tanh(x @ params["w"]) - x) ** 2) / 2**13
+    return square(jnp.tanh((x + jnp.sign(jax.grad(inner)(x))) @ params["w"]) - x)
+
+
+def gram(params, x):
+    """The factor of a matrix that is barely positive definite."""
+    y = x @ params["w"]
+    factor = jnp.linalg.cholesky(y @ y.T + 1e-4 * jnp.eye(len(x)))
+    return jnp.sum(jnp.log(jnp.diag(factor)))
+
+
+def variance(params, x):
+    """As E[y²] - E[y]², in 16 bits."""
+    y = (x @ params["w"]).astype(F16) + F16(30)
+    return jnp.sum((y * y).mean(0).astype(F32) - (y.mean(0) ** 2).astype(F32))
+
+
+def total(params, x):
+    """A long sum in 16 bits."""
+    add = lambda i, s: s + (x[i, 0] ** 2 * params["w"][0, 0] ** 2 + 1).astype(F16)
+    return lax.fori_loop(0, len(x), add, jnp.zeros((), F16)).astype(F32)
+
+
+def vanishing(params, x):
+    """A value below the range of 16 bits."""
+    y = jnp.exp(-((x @ params["w"]) ** 2) - 18).astype(F16)
+    return square(y.astype(F32) * 1e8)
+
+
+def indices(params, x):
+    """Indices that went through 16 bits."""
+    rows = (2500 + jnp.arange(len(x))).astype(F16).astype(jnp.int32)
+    return square(params["table"][rows].astype(F16) @ params["w"].astype(F16))
+
+
+def saturating(w, x):
+    y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
+    return -jnp.mean(jnp.log(1 - y + F16(1e-8)).astype(F32))
+
+
+def clipped(w, x):
+    y = jnp.tanh(x.astype(F16) * w.astype(F16))
+    return -jnp.mean(jnp.log(1 - jnp.clip(y, 1e-7, 1 - 1e-7).astype(F32)))
+
+
+def cast(w, x):
+    y = (1 / (1 + jnp.exp(-x * w))).astype(F16)
+    return -jnp.mean(jnp.log(1 - y.astype(F32)))
+
+
+def discounted(w, x, rewards):
+    """A return that is rounded to bfloat16 in each iteration."""
+
+    def step(c, reward):
+        c = (reward + F32(0.999) * c.astype(F32)).astype(BF16)
+        return c, c
+
+    _, returns = lax.scan(step, jnp.zeros(16, BF16), rewards)
+    return square(x.astype(BF16) @ w.astype(BF16) - returns)
+
+
+def days(w, days):
+    days = days.astype(F16)
+    phases = days * F16(0.9)
+    return jnp.mean(jnp.cos(phases).astype(F32) * w)
+
+
+def small_inside(params, x):
+    """Gradients vanish inside, whatever the loss scale."""
+    p = half(params)
+    x = jnp.tanh(x.astype(F16) @ p["a"]) * F16(1e-4)
+    x = x * F16(1e-4)
+    return square((x.astype(F32) * 1e8).astype(F16) @ p["b"])
+
+
+def penalized(w, x):
+    """A penalty that is zero where weights are orthogonal."""
+    task = jnp.mean(jnp.tanh(x @ w) ** 2)
+    return 0.1 * task + jnp.sum((w @ w.T - jnp.eye(16)) ** 2)
+
+
+def swallowed(w, x):
+    x = (x.astype(F16) * 1000) @ w.astype(F16)
+    size = jnp.mean((x * x).astype(F32))
+    return 1 / (size / 1e6)
+
+
+def picked(w, x):
+    y = (x.astype(F16) * w.astype(F16)) ** 2
+    return jnp.sum(jnp.log(y[60:62].astype(F32) + 1e-12))
+
+
+def accumulated(w, x):
+    y = jax.nn.softplus(x.astype(F16) @ w.astype(F16))
+    return square(jnp.exp(-jnp.diff(jnp.cumsum(y, 0).astype(F32), axis=0)))
+
+
+def multiplied(w, x):
+    y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
+    return -jnp.mean(jnp.log(jnp.cumprod(y[:60], 0).astype(F32) + 1e-30))
+
+
+def eighth(w, x):
+    y = x.astype(F16) * w.astype(F16)
+    y = y.astype(jnp.float8_e4m3fn)
+    return square(y.astype(F32) / 300)
+
+
+def root_mean_square(params, x):
+    h = x.astype(F16) @ params["w"].astype(F16)
+    return square(jnp.log(jnp.mean(h * h * F16(1e-4), -1).astype(F32) + 1e-12))
+
+
+def counted(w):
+    """A long sum of ones."""
+    degree = jax.ops.segment_sum(jnp.ones(4000, BF16), jnp.zeros(4000, int), 2)
+    return jnp.sum(w / degree[:1].astype(F32))
+
+
+def _spoiled():
+    x = normal(64, 8, scale=1)
+    rewards = 0.1 + 0.01 * np.random.default_rng(0).normal(size=(400, 16))
+    orthogonal = jnp.linalg.qr(normal(16, 16, scale=1.0))[0]
+    by_autocast = {
+        "distance": (
+            distance,
+            {"w": normal(8, 256, scale=1), "v": normal(8, 256, scale=1, seed=1)},
+            x,
+            4,
+            "cancels",
+        ),
+        "phases": (
+            phases,
+            {"frequencies": normal(8, 8, scale=500), "w": normal(8, 4, scale=1)},
+            x,
+            2,
+            "cancels",
+        ),
+        "residual": (
+            residual,
+            {"w": 1 + normal(8, 1, scale=1e-4)},
+            10 + x,
+            2,
+            "cancels",
+        ),
+        "forces": (
+            forces,
+            {"w": normal(8, 16, scale=1), "v": normal(16, 1, scale=1)},
+            x,
+            2,
+            "vanishes",
+        ),
+        "attack": (attack, {"w": normal(8, 8, scale=0.3)}, x, 2, "vanishes"),
+        "gram": (gram, {"w": normal(8, 4, scale=1)}, x, 3, "overflows"),
+        "variance": (variance, {"w": normal(8, 8, scale=0.02)}, x, 3, "cancels"),
+        "total": (
+            total,
+            {"w": normal(8, 8, scale=1)},
+            normal(6000, 8, scale=1),
+            2,
+            "rounds",
+        ),
+        "vanishing": (vanishing, {"w": normal(8, 8, scale=0.1)}, x, 2, "vanishes"),
+        "indices": (
+            indices,
+            {"table": normal(3000, 8, scale=1), "w": normal(8, 8, scale=1)},
+            x,
+            2,
+            "rounds",
+        ),
+        "penalized": (penalized, orthogonal, normal(8, 16, scale=1), 3, "cancels"),
+    }
+    spoiled = {
+        name: Spoiled(ols.autocast(function), (params, x), function, line, causes)
+        for name, (function, params, x, line, causes) in by_autocast.items()
+    }
+    by_hand = {
+        "saturating": (saturating, normal(8, 1, scale=1), x, 1, "cancels"),
+        "clipped": (clipped, jnp.ones(()), jnp.linspace(0.1, 6, 64), 1, "cancels"),
+        "cast": (cast, jnp.ones(()), jnp.linspace(0.1, 12, 64), 1, "cancels"),
+        "days": (days, jnp.ones(64), 19000 + jnp.arange(64.0), 1, "rounds"),
+        "small inside": (
+            small_inside,
+            {"a": normal(8, 8), "b": normal(8, 8, seed=1)},
+            normal(16, 8, scale=1),
+            4,
+            "vanishes",
+        ),
+        "swallowed": (swallowed, normal(8, 8), normal(4, 8, scale=1), 2, "overflows"),
+        "picked": (picked, jnp.ones(64), jnp.ones(64).at[60:].set(1e-4), 1, "vanishes"),
+        "accumulated": (
+            accumulated,
+            normal(8, 4),
+            normal(4000, 8, scale=1),
+            2,
+            "cancels",
+        ),
+        "multiplied": (
+            multiplied,
+            normal(8, 4),
+            normal(4000, 8, scale=1),
+            2,
+            "vanishes",
+        ),
+        "eighth": (eighth, jnp.full(8, 10.0), jnp.linspace(1, 300, 8), 2, "overflows"),
+        "root": (root_mean_square, {"w": normal(8, 8, scale=1e-3)}, x, 2, "vanishes"),
+    }
+    for name, (function, params, x, line, causes) in by_hand.items():
+        spoiled[name] = Spoiled(function, (params, x), function, line, causes)
+    batch = np.random.default_rng(1).normal(size=(400, 16, 8))
+    inputs = (jnp.ones(8) / 3, F32(batch), F32(rewards))
+    spoiled["discounted"] = Spoiled(discounted, inputs, discounted, 4, "rounds")
+    spoiled["counted"] = Spoiled(counted, (jnp.ones(2),), counted, 2, "rounds")
+    for name, model, line in (
+        ("embedding of 32k", functools.partial(embedding, 32_768), 5),
+        ("shared over a scan", functools.partial(scan, 5000), 3),
+        ("saturated gate", gate, 5),
+        ("positions in float16", functools.partial(rotary, F16), 7),
+    ):
+        function = getattr(model, "func", model)
+        loss_fn, *inputs = model()
+        spoiled[name] = Spoiled(loss_fn, tuple(inputs), function, line, "")
+    return spoiled
+
+
+SPOILED = _spoiled()
