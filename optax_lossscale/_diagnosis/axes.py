@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._diagnosis.table import TOLERANCE, Row
+from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.table import Row
 
 try:
     import matplotlib.pyplot as plt

@@ -13,15 +13,18 @@ from optax_lossscale._arrays.contexts import DIAGNOSING
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.dtypes import DtypeReport, products_in
+from optax_lossscale._diagnosis.equation import Value, value_of
+from optax_lossscale._diagnosis.figures import OFF, compare
 from optax_lossscale._diagnosis.gradient import Argument, Gradient, gradient_of
-from optax_lossscale._diagnosis.pairs import Program, Run, Value, value_of
+from optax_lossscale._diagnosis.program import Program, Run
 from optax_lossscale._diagnosis.report import (
+    MOST_SHOWN,
     OVERFLOWS,
     Diagnosis,
     GradientFigures,
     counted,
 )
-from optax_lossscale._diagnosis.table import PARAMETER, Origins, Row, compare, ranked
+from optax_lossscale._diagnosis.table import PARAMETER, Origins, Row, ranked
 from optax_lossscale._programs.values import is_inexact_dtype, is_narrow_dtype
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._step.get_loss_scale import get_loss_scale
@@ -171,8 +174,7 @@ def _diagnosis(
         loss_in_float32=float(loss.true),
         loss_error=loss.error,
         gradients=gradients,
-        error=_error_of_all(scaled.values()),
-        suspects=tuple(ranked(found)),
+        suspects=tuple(ranked(found)[:MOST_SHOWN]),
         largest_error=run.origins.source_of(worst.row) if worst.row else None,
         initial_scale=scale,
         overflow=overflow,
@@ -204,29 +206,24 @@ def _scale_that_fits(rows: Sequence[Row]) -> tuple[float, Row | None]:
       rows: the rows of a backward pass at a loss scale of 1.
     """
     first = None
-    least = LARGEST_SCALE * 2
+    lowest = math.log2(LARGEST_SCALE) + 1
     for row in rows:
         if row.is_backward and row.largest:
-            room = float(jnp.finfo(row.dtype).max) / row.largest
-            overflows_at = 2.0 ** (math.floor(math.log2(room)) + 1)
-            if overflows_at < least:
-                least = overflows_at
+            room = math.log2(jnp.finfo(row.dtype).max) - math.log2(row.largest)
+            exponent = math.floor(room) + 1
+            if exponent < lowest:
+                lowest = exponent
                 first = row
     if first is None and not any(row.dtype == jnp.float16 for row in rows):
         return 1.0, None
-    return max(least / OVERFLOWS, SMALLEST_SCALE), first
+    return max(2.0**lowest / OVERFLOWS, SMALLEST_SCALE), first
 
 
 def _figures(unscaled: Value, scaled: Value, scale: float) -> GradientFigures:
-    at_1 = compare(unscaled.low, unscaled.true)
     figures = compare(scaled.low, scaled.true)
-    return GradientFigures(figures.error, figures.lost, at_1.lost, figures.size / scale)
-
-
-def _error_of_all(gradients: Any) -> float:
-    """Returns the relative error of all gradients together."""
-    figures = [compare(x.low, x.true) for x in gradients]
-    if any(x.error == math.inf for x in figures):
-        return math.inf
-    size = math.hypot(*(x.size for x in figures))
-    return math.hypot(*(x.distance for x in figures)) / size if size else 0.0
+    return GradientFigures(
+        error=figures.error,
+        lost=figures.lost,
+        lost_unscaled=compare(unscaled.low, unscaled.true).lost,
+        size=figures.size / scale if figures.wrong in (0, OFF) else math.inf,
+    )

@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.table import TOLERANCE, Row
+from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.table import Row
 from optax_lossscale._diagnosis.text import aligned, percent
 
 if TYPE_CHECKING:
     from optax_lossscale._diagnosis.axes import Axes
 
-_MOST_ROWS = 5
-"""The page shows no more suspects, products of one, and parameters than this."""
+MOST_SHOWN = 5
+"""There are no more suspects, and the page shows no more of anything."""
 
 
 class GradientFigures(NamedTuple):
@@ -24,7 +27,7 @@ class GradientFigures(NamedTuple):
       lost: of the elements that are not zero in float32, the share that is zero at the
         loss scale that fits.
       lost_unscaled: the same share at a loss scale of 1.
-      size: the norm of float32's gradient.
+      size: the norm of float32's gradient; infinite if that is not finite.
     """
 
     error: float
@@ -44,9 +47,8 @@ class Diagnosis:
       loss_in_float32: the loss in float32.
       loss_error: its relative error.
       gradients: the `GradientFigures` of each parameter, by its name.
-      error: the relative error of all gradients together.
-      suspects: the rows where the loss or a gradient goes wrong, the worst first, each
-        with a `cause`: `overflows`, `vanishes`, `cancels` or `rounds`.
+      suspects: the rows where the loss or a gradient goes wrong, at most five, the worst
+        first, each with a `cause`: `overflows`, `vanishes`, `cancels` or `rounds`.
       largest_error: the row in which the largest error arises; None if there is none.
       initial_scale: the loss scale that fits: two bits less than the largest at which
         nothing overflows; 1 if no result of the backward pass is float16.
@@ -63,7 +65,6 @@ class Diagnosis:
     loss_in_float32: float
     loss_error: float
     gradients: dict[str, GradientFigures]
-    error: float
     suspects: tuple[Row, ...]
     largest_error: Row | None
     initial_scale: float
@@ -91,20 +92,30 @@ class Diagnosis:
 
         return draw_magnitudes(self.table, axes)
 
+    @property
+    def error(self) -> float:
+        """The relative error of all gradients together."""
+        gradients = self.gradients.values()
+        size = math.hypot(*(x.size for x in gradients))
+        if any(x.error == math.inf for x in gradients) or size == math.inf:
+            return math.inf
+        distance = math.hypot(*(x.error * x.size for x in gradients))
+        return distance / size if size else 0.0
+
     def __str__(self) -> str:
         lines = [
             self._dtypes_text(),
             f"Loss: {self.loss:.6g}, in float32 {self.loss_in_float32:.6g}; off by "
-            f"{percent(self.loss_error)}.",
+            f"{percent(self.loss_error)}",
             self._gradients_text(),
         ]
         if self.not_finite:
-            lines.append(f"Not finite: {_abridged(self.not_finite)}.")
+            lines.append(f"Not finite: {_abridged(self.not_finite)}")
         lines += [*self._suspects_lines(), self._scale_text(), *self._lost_lines()]
         if self.not_compared:
-            places = dict.fromkeys(row.place for row in self.not_compared)
-            lines.append(f"Not compared with float32: {_abridged([*places])}.")
-        return "\n".join(lines)
+            places = list(dict.fromkeys(row.place for row in self.not_compared))
+            lines.append(f"Not compared with float32: {_abridged(places)}")
+        return "\n".join(map(_wrapped, lines))
 
     def _dtypes_text(self) -> str:
         shares = [
@@ -112,63 +123,57 @@ class Diagnosis:
             for dtype, share in self.dtypes.shares.items()
         ]
         how = ", as autocast makes it" if self.is_autocast else ""
-        return f"Products: {', '.join(shares) or 'none'}{how}."
+        return f"Products: {', '.join(shares) or 'none'}{how}"
 
     def _gradients_text(self) -> str:
-        counted = self.counted_gradients
-        if not counted:
-            return "Gradients: none, or all are zero."
-        worst = max(counted, key=lambda name: counted[name].error)
+        gradients = counted(self.gradients)
+        if not gradients:
+            return "Gradients: none, or all zero in float32"
+        worst = max(gradients, key=lambda name: gradients[name].error)
         return (
-            f"Gradients at a loss scale of {scale_name(self.initial_scale)}: off by "
-            f"{percent(self.error)} together, and by {percent(counted[worst].error)} at "
-            f"most, that of {worst}."
+            f"Gradients: off by {percent(self.error)} together, by "
+            f"{percent(gradients[worst].error)} at most ({worst}), at a loss scale of "
+            f"{scale_name(self.initial_scale)}"
         )
 
-    @property
-    def counted_gradients(self) -> dict[str, GradientFigures]:
-        """The gradients that are not negligible beside the others."""
-        return counted(self.gradients)
-
     def _suspects_lines(self) -> list[str]:
-        if self.suspects:
-            lines = ["Where it goes wrong:"]
-            for row in self.suspects[:_MOST_ROWS]:
-                also = "" if row.is_finite_in_float32 else ", in float32, too"
-                lines.append(f"  {row.cause}{also}: {row.place}")
-                lines += [f"    made by {x.place}" for x in row.products[:_MOST_ROWS]]
-            return lines
-        if self.largest_error is None:
-            return []
-        error = percent(self.largest_error.error)
-        return [
-            f"Nothing is off by {TOLERANCE:.0%}. The largest error, {error}, arises in "
-            f"{self.largest_error.place}."
-        ]
+        if not self.suspects:
+            text = f"Where it goes wrong: nowhere by {TOLERANCE:.0%}"
+            if self.largest_error is not None:
+                error = percent(self.largest_error.error)
+                text += f"; most, {error}, in {self.largest_error.place}"
+            return [text]
+        lines = ["Where it goes wrong:"]
+        for row in self.suspects:
+            too = "" if row.is_finite_in_float32 else ", in float32, too"
+            lines.append(f"  {row.cause}{too}: {row.place}")
+            lines += [f"    made by {x.place}" for x in row.products[:MOST_SHOWN]]
+        return lines
 
     def _scale_text(self) -> str:
-        text = f"Loss scale: {scale_name(self.initial_scale)} fits"
+        scale = scale_name(self.initial_scale)
+        text = f"Loss scale: {scale} fits"
         if any(x.error == math.inf for x in self.gradients.values()):
-            text += " where the above is right"
+            text = f"Loss scale: none makes all finite; but for that, {scale} fits"
         if self.overflow is not None:
-            scale = scale_name(self.initial_scale * OVERFLOWS)
-            text += f"; from {scale} on, {self.overflow.place} overflows"
+            larger = scale_name(self.initial_scale * OVERFLOWS)
+            text += f"; at {larger}, {self.overflow.place} overflows"
         if self.loss_scale is not None:
             text += f"; the optimizer's state has {scale_name(self.loss_scale)}"
-        return f"{text}."
+        return text
 
     def _lost_lines(self) -> list[str]:
         lost = {
-            name: (figures.lost_unscaled, figures.lost)
-            for name, figures in self.counted_gradients.items()
-            if max(figures.lost_unscaled, figures.lost) > 0
+            name: (x.lost_unscaled, x.lost)
+            for name, x in counted(self.gradients).items()
+            if max(x.lost_unscaled, x.lost) >= _LEAST_SHOWN
         }
         if not lost:
-            return ["Lost: no element of a gradient becomes zero, scaled or not."]
-        rows = [("Lost:", "at 1", f"at {scale_name(self.initial_scale)}")]
+            return ["Lost: no gradient at 1"]
+        rows = [("Lost", "at 1", f"at {scale_name(self.initial_scale)}")]
         for name in sorted(lost, key=lambda name: max(lost[name]), reverse=True):
             rows.append((f"  {name}", *map(percent, lost[name])))
-        return aligned(rows[: _MOST_ROWS + 1])
+        return aligned(rows[: MOST_SHOWN + 1])
 
 
 OVERFLOWS = 8.0
@@ -183,14 +188,17 @@ _NEGLIGIBLE = 1e-4
 A bias before a normalization has a gradient of zero, up to rounding, in any dtype.
 """
 
+_LEAST_SHOWN = 0.0005
+"""The least share that is not 0.0% when rounded."""
+
 
 def counted(gradients: dict[str, GradientFigures]) -> dict[str, GradientFigures]:
     """Returns the gradients that are not negligible beside the others."""
-    whole = math.hypot(*(x.size for x in gradients.values()))
+    least = _NEGLIGIBLE * math.hypot(*(x.size for x in gradients.values()))
     return {
         name: x
         for name, x in gradients.items()
-        if x.error == math.inf or x.size > _NEGLIGIBLE * whole
+        if x.error == math.inf or (x.size and x.size >= least)
     }
 
 
@@ -201,7 +209,17 @@ def scale_name(scale: float) -> str:
     return f"2**{exponent - 1}" if is_power else f"{scale:g}"
 
 
-def _abridged(names) -> str:
-    shown = ", ".join(names[:_MOST_ROWS])
-    n_hidden = len(names) - _MOST_ROWS
+def _abridged(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_SHOWN])
+    n_hidden = len(names) - MOST_SHOWN
     return f"{shown} and {n_hidden} more" if n_hidden > 0 else shown
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(
+        line,
+        width=100,
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,4 +1,4 @@
-"""Faults planted in six float16 models are named by `diagnose`: the line, and the layer.
+"""Six float16 models, in which a fault can be planted at the end of each layer.
 
 A fault is data: which kind of it is planted at which place.
 """
@@ -9,11 +9,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
-from pairs import quick
-
-import optax_lossscale as ols
 
 WIDTH, LENGTH, BATCH = 8, 6, 4
 KINDS = {"overflow": 1, "nan": 2, "backward overflow": 3, "backward nan": 4}
@@ -304,17 +300,15 @@ def key_of(entry):
     return entry.key if hasattr(entry, "key") else entry.idx
 
 
-def diagnosed(model, path=(), turn=(), kind=None):
-    """The diagnosis of a model with one fault."""
+def with_fault(model, path=(), turn=(), kind=None):
+    """The loss function of a model, and its inputs with one fault or none."""
     loss_fn, params, places = MODELS[model]
     planted = jax.tree.map(np.copy, places) | {"the loss": at(), "divergence": at()}
     if path:
         inside = functools.reduce(lambda tree, key: tree[key_of(key)], path, planted)
         inside[turn] = KINDS[kind]
-    x = jnp.asarray(
-        np.random.default_rng(7).normal(size=(BATCH, LENGTH, 3)), jnp.float16
-    )
-    return ols.diagnose(loss_fn, params, x, planted)
+    x = np.random.default_rng(7).normal(size=(BATCH, LENGTH, 3))
+    return loss_fn, params, jnp.asarray(x, jnp.float16), planted
 
 
 def faults(model):

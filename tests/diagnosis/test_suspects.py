@@ -1,0 +1,222 @@
+"""The lines that `diagnose` names, of planted faults and of losses that 16 bits spoil."""
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import planted
+import pytest
+from models import F16, F32, normal, square
+from pairs import product, quick
+
+import optax_lossscale as ols
+
+
+def named(report):
+    """The first two suspects, and the products that are named with them."""
+    return [row for x in report.suspects[:2] for row in (x, *x.products)]
+
+
+def finds_planted(model, path, turn, kind):
+    report = ols.diagnose(*planted.with_fault(model, path, turn, kind))
+    name = planted.key_of(path[-1])
+    return any(planted.is_at(row, name, turn) for row in named(report))
+
+
+def finds_spoiled(name):
+    spoiled = models.SPOILED[name]
+    report = ols.diagnose(spoiled.loss_fn, *spoiled.inputs)
+    line = spoiled.function.__code__.co_firstlineno + spoiled.line
+    return any(f"models.py:{line} " in row.line for row in named(report))
+
+
+CASES = {
+    **{
+        f"planted: {m}": [(finds_planted, (m, *f)) for f in planted.faults(m)]
+        for m in planted.MODELS
+    },
+    "spoiled": [(finds_spoiled, (name,)) for name in models.SPOILED],
+}
+
+
+@quick("cases", CASES, "planted: autoencoder", "spoiled")
+def test_nine_of_ten_lines_at_fault_are_the_first_or_second_suspect(cases):
+    missed = [case for finds, case in cases if not finds(*case)]
+    assert len(missed) <= len(cases) / 10, missed
+
+
+@quick("model", models.HEALTHY, "perceptron", "attention", "batch norm", "lstm")
+def test_a_sound_model_has_no_suspect(model):
+    report = ols.diagnose(*model())
+    assert report.suspects == ()
+    assert report.loss_error < 0.01
+    assert report.error < 0.01
+    assert report.largest_error.error < 0.05
+
+
+# As 0.4.0 found them, and a search: exponents of two.
+SCALES = {
+    "perceptron": 13,
+    "deep": 17,
+    "embedding": 14,
+    "sparse embedding": 15,
+    "attention": 18,
+    "convolution": 12,
+    "normalized": 14,
+    "mixture": 13,
+    "graph": 17,
+    "lstm": 15,
+    "stack": 13,
+    "gate": 12,
+    "rotary": 12,
+}
+
+
+@quick("model", {model: model for model in SCALES}, "perceptron", "embedding", "gate")
+def test_the_scale_that_fits_is_two_bits_below_the_largest(model):
+    report = ols.diagnose(*models.HEALTHY[model]())
+    assert report.initial_scale == 2.0 ** SCALES[model]
+    assert report.overflow.is_backward
+
+
+def test_what_is_lost_is_what_becomes_zero():
+    loss_fn, params, *batch = models.deep_relu()
+    report = ols.diagnose(loss_fn, params, *batch)
+    grads = jax.grad(loss_fn)(params, *batch)
+    for name, grad in enumerate(grads):
+        # A ReLU makes more zeros, in float32, too.
+        n_lost = report.gradients[str(name)].lost_unscaled * np.count_nonzero(grad)
+        assert n_lost <= np.sum(np.asarray(grad) == 0)
+    assert max(x.lost_unscaled for x in report.gradients.values()) < 0.005
+    assert report.error < 0.005
+
+
+# --- which of several lines, and which iteration ---
+
+
+def steps_of(body, **how):
+    """A loss over layers in a scan, in 16 bits."""
+
+    def loss_fn(params, x):
+        def step(c, w):
+            return body(c, w), c.sum()
+
+        y, sums = jax.lax.scan(step, x.astype(F16), params.astype(F16), **how)
+        return square(y) + jnp.mean(sums.astype(F32)) * 1e-3
+
+    return loss_fn
+
+
+def overflowing(c, w):
+    """Only where the weights are large."""
+    return jnp.tanh(c @ w) * w[0, 0] * w[0, 0]
+
+
+LAYERS = normal(6, 8, 8, scale=0.3).at[:, 0, 0].set(1.0)
+BODIES = {
+    "scan": overflowing,
+    "remat": jax.checkpoint(overflowing),
+    "jit": jax.jit(overflowing),
+    "cond": lambda c, w: jax.lax.cond(c[0, 0] > 100, lambda c, w: c, overflowing, c, w),
+    "scan in a scan": lambda c, w: jax.lax.scan(
+        lambda c, i: (jnp.where(i == 1, overflowing(c, w), c), None), c, jnp.arange(2)
+    )[0],
+}
+
+
+@product(reverse={"forward": False, "reverse": True}, body=BODIES)
+def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
+    faulty = LAYERS.at[3, 0, 0].set(3e3)
+    report = ols.diagnose(
+        steps_of(body, reverse=reverse), faulty, normal(4, 8, scale=1)
+    )
+    suspect = report.suspects[0]
+    line = overflowing.__code__.co_firstlineno + 2
+    assert suspect.cause == "overflows"
+    assert f"test_suspects.py:{line} " in suspect.line
+    assert suspect.iterations[0] == 3
+    assert "iteration 3" in str(suspect)
+
+
+def test_a_while_loop_is_followed():
+    def loss_fn(w, x):
+        body = lambda state: (state[0] + 1, state[1] * F16(20))
+        _, gain = jax.lax.while_loop(lambda state: state[0] < 5, body, (0, F16(1)))
+        return square(x.astype(F16) @ w.astype(F16)) * gain.astype(F32)
+
+    report = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8))
+    suspect = report.suspects[0]
+    assert suspect.iterations == (3,)  # 20 to the fourth is above 65504
+    assert f":{loss_fn.__code__.co_firstlineno + 1} " in suspect.line
+
+
+def test_what_is_infinite_in_float32_too_is_said():
+    def loss_fn(w, x):
+        y = x.astype(F16) @ w.astype(F16)
+        return jnp.sum(jnp.log(y * 0).astype(F32))
+
+    report = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8))
+    suspect = report.suspects[0]
+    assert suspect.operation == "log"
+    assert not suspect.is_finite_in_float32
+    assert "overflows, in float32, too: log at" in str(report)
+
+
+def test_a_mask_is_no_suspect():
+    def loss_fn(w, x):
+        x = x.astype(F16) @ w.astype(F16)
+        masked = jnp.where(np.tri(4, dtype=bool), jnp.zeros((4, 4)), -1e9).astype(F16)
+        return square(jnp.exp(masked) @ (x * x))
+
+    report = ols.diagnose(loss_fn, jnp.full((4, 4), 100.0), jnp.ones((4, 4)))
+    line = loss_fn.__code__.co_firstlineno + 3
+    assert f"test_suspects.py:{line} " in report.suspects[0].line
+    assert report.suspects[0].operation == "mul"
+
+
+ROUNDED_TO_A_POLE = {
+    "erf_inv": jax.lax.erf_inv,
+    "arctanh": jnp.arctanh,
+    "log1p": lambda x: jnp.log1p(-x),
+}
+
+
+@pytest.mark.parametrize("function", ROUNDED_TO_A_POLE.values(), ids=ROUNDED_TO_A_POLE)
+def test_of_a_pole_what_made_the_operand_is_named(function):
+    def loss_fn(p, x):
+        y = (p * x).astype(F16)
+        return jnp.sum(function(y).astype(F32))
+
+    report = ols.diagnose(loss_fn, F32(0.9999), jnp.ones(1))
+    line = loss_fn.__code__.co_firstlineno + 1
+    assert report.suspects[0].cause == "overflows"
+    assert any(f":{line} " in row.line for row in report.suspects[0].products)
+
+
+def test_of_products_that_cancel_keeping_them_helps():
+    spoiled = models.SPOILED["residual"]
+    params, x = spoiled.inputs
+    suspect = ols.diagnose(spoiled.loss_fn, params, x).suspects[0]
+    assert [row.operation for row in suspect.products] == ["dot_general"]
+    kept = lambda params, x: square(
+        jnp.dot(x, params["w"], precision="highest") - x.sum(-1, keepdims=True)
+    )
+    assert ols.diagnose(ols.autocast(kept), params, x).suspects == ()
+
+
+def test_where_no_one_scale_fits_the_layer_is_named():
+    @jax.custom_vjp
+    def enlarged(x):
+        return x
+
+    enlarged.defvjp(lambda x: (x, None), lambda _, g: (g * F16(6e4) * F16(6e4),))
+
+    def loss_fn(params, x):
+        x = enlarged(x.astype(F16) @ params["w"].astype(F16))
+        return square(x @ params["v"].astype(F16))
+
+    params = {"w": normal(8, 8), "v": normal(8, 8, seed=1)}
+    report = ols.diagnose(loss_fn, params, normal(4, 8, scale=1))
+    line = loss_fn.__code__.co_firstlineno + 1
+    assert report.suspects[0].cause == "overflows"
+    assert f"test_suspects.py:{line} " in report.suspects[0].line
