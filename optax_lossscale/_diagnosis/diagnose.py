@@ -83,12 +83,12 @@ def diagnose(
       >>> import optax_lossscale as ols
       >>> def loss_fn(params, x):
       ...     y = params["w"].astype(jnp.float16) * x
-      ...     return jnp.mean(y.astype(jnp.float32)) * 1e-3
+      ...     return jnp.mean(y.astype(jnp.float32)) * 1e-5
       >>> x = jnp.full(256, 0.01, jnp.float16)
       >>> report = ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x)  # print it to see all
       >>> report.gradients["w"].lost_unscaled, report.gradients["w"].lost
       (1.0, 0.0)
-      >>> report.initial_scale == 2**31
+      >>> report.initial_scale == 2**37
       True
     """
     checks.check_function("loss_fn", loss_fn)
@@ -154,7 +154,7 @@ def _diagnosis(
     gradients = {name: _figures(unscaled[name], scaled[name], scale) for name in scaled}
     judged = counted(gradients)
     table = [row for row in (*forward, *scaled_rows) if row in run.origins.read]
-    for row in table:
+    for row in (*table, *unscaled_rows):
         row.layer = row.layer or run.origins.nearest_parameters(row)
 
     def suspects(grads):

@@ -10,6 +10,7 @@ from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.table import Row
 from optax_lossscale._diagnosis.text import aligned, percent
+from optax_lossscale._scales.loss_scale import LARGEST_SCALE
 
 if TYPE_CHECKING:
     from optax_lossscale._diagnosis.axes import Axes
@@ -105,7 +106,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [
             self._dtypes_text(),
-            f"Loss: {self.loss:.6g}, in float32 {self.loss_in_float32:.6g}; off by "
+            f"Loss: {self.loss:.6g}, in float32 {self.loss_in_float32:.6g}; error "
             f"{percent(self.loss_error)}",
             self._gradients_text(),
         ]
@@ -131,8 +132,8 @@ class Diagnosis:
             return "Gradients: none, or all zero in float32"
         worst = max(gradients, key=lambda name: gradients[name].error)
         return (
-            f"Gradients: off by {percent(self.error)} together, by "
-            f"{percent(gradients[worst].error)} at most ({worst}), at a loss scale of "
+            f"Gradients: error {percent(self.error)} together, at most "
+            f"{percent(gradients[worst].error)} ({worst}), at a loss scale of "
             f"{scale_name(self.initial_scale)}"
         )
 
@@ -154,8 +155,10 @@ class Diagnosis:
         scale = scale_name(self.initial_scale)
         text = f"Loss scale: {scale} fits"
         if any(x.error == math.inf for x in self.gradients.values()):
-            text = f"Loss scale: none makes all finite; but for that, {scale} fits"
-        if self.overflow is not None:
+            text = f"Loss scale: none makes all finite; in float32's numbers, {scale} fits"
+        if self.overflow is None:
+            text += f"; nothing overflows up to {scale_name(LARGEST_SCALE)}"
+        else:
             larger = scale_name(self.initial_scale * OVERFLOWS)
             text += f"; at {larger}, {self.overflow.place} overflows"
         if self.loss_scale is not None:
