@@ -19,8 +19,8 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, why_none_is_narrowed
 from optax_lossscale._autocast.run import run
-from optax_lossscale._step.gradient import _positions  # gone with argnums
 from optax_lossscale._programs.call import Call, as_program
+from optax_lossscale._step.gradient import _positions  # gone with argnums
 
 
 class _Missing:

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.cause import SENSITIVE, How
 from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.notes import ALL, AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.scale import InitialScale

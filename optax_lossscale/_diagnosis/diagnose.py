@@ -15,7 +15,6 @@ import numpy as np
 
 from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.contexts import DIAGNOSING
-from optax_lossscale._diagnosis.placement import in_mesh_of
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._diagnosis.advice import verdict_and_advice
@@ -24,6 +23,7 @@ from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.page import Diagnosis
+from optax_lossscale._diagnosis.placement import in_mesh_of
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow_by_group
 from optax_lossscale._diagnosis.table import table_of

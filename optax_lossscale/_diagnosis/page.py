@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
+from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.notes import AN_INTERMEDIATE_VALUE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table

@@ -19,7 +19,6 @@ from optax_lossscale._arrays.finite import AxisName, largest, reduce_replicas
 from optax_lossscale._arrays.stateful import choose, state_field
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 
-
 _LARGEST_EXPONENT = math.log2(LARGEST_SCALE)
 
 

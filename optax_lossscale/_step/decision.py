@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._arrays.checks import LARGEST_FLOAT32
+from optax_lossscale._arrays.checks import LARGEST_FLOAT32, as_flag, check_successor
 from optax_lossscale._arrays.finite import (
     AxisName,
     norm_and_all_finite,
     on_all_replicas,
     reduce_replicas,
 )
-from optax_lossscale._arrays.stateful import as_flag, check_successor, choose
+from optax_lossscale._arrays.stateful import choose
 from optax_lossscale._scales.loss_scale import LossScale, within_bounds
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState

@@ -149,7 +149,7 @@ def value_and_scaled_grad(
 
     Example:
       >>> import jax.numpy as jnp
-import numpy as np
+    import numpy as np
       >>> import optax_lossscale as ols
       >>> gradient = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))
       >>> loss, scaled_grad = gradient(3.0)
@@ -194,7 +194,9 @@ def _positions(argnums: Any) -> tuple[int, ...]:
     """
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     # A bool is an int, too, but may have been meant for `has_aux`.
-    are_ints = all(type(n) is not bool and isinstance(n, int | np.integer) for n in positions)
+    are_ints = all(
+        type(n) is not bool and isinstance(n, int | np.integer) for n in positions
+    )
     if not positions or not are_ints:
         raise TypeError(
             "argnums must be an int or a sequence of one or more ints, got "

@@ -63,7 +63,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     """
     loss_scale = get_loss_scale(state)
     wrapper_state = loss_scale_state_or_none(state)
-    scalars = _loss_scale_scalars(loss_scale)
+    scale, log2, exhausted = _loss_scale_scalars(loss_scale)
+    scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
     parts = {"loss_scale": loss_scale}
     if wrapper_state is not None:
         for name in (
@@ -84,11 +85,10 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
-def _loss_scale_scalars(loss_scale: Any) -> dict[str, Any]:
+def _loss_scale_scalars(loss_scale: Any) -> tuple[jax.Array, ...]:
     """Returns the scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()
     # With the exponent taken out, the log2 of a power of two is exactly an integer.
     mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
-    exhausted = loss_scale.exhausted()
-    return {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
+    return scale, log2, loss_scale.exhausted()

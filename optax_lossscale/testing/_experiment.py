@@ -19,9 +19,8 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.contexts import DIAGNOSING
-from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.checks import check_concrete
+from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
     is_variable,

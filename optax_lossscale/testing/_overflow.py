@@ -9,7 +9,6 @@ next step, such as parameters and moments, should come back unchanged from such 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-
 from optax_lossscale.testing._carry import Carry, find_carry, within
 from optax_lossscale.testing._experiment import Experiment
 from optax_lossscale.testing._numbers import Path, is_finite

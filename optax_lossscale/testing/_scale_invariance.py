@@ -22,7 +22,6 @@ from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-
 from optax_lossscale.testing._carry import Carry, find_carry, within
 from optax_lossscale.testing._dependence import powers_followed, unexplained_changes
 from optax_lossscale.testing._experiment import Experiment, log2_of
