@@ -15,7 +15,8 @@ import reprlib
 import textwrap
 import traceback
 import warnings
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +147,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
         return None
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether a value is a function rather than a tree that can be called.
 
     An Equinox module, for example, is a tree that can be called.

@@ -65,7 +65,8 @@ def decide_step(
         if should_apply is True:
             # The counts stay as they were, so that they cost the step nothing.
             return True, new_state
-        return should_apply, _count(new_state, should_apply)
+        flag = jnp.asarray(should_apply)
+        return flag, _count(new_state, flag)
 
     norm, finite = _norm_and_finite(grads, axis_name)
     adapted, finite = _adapt(state.loss_scale, grads, finite, axis_name)

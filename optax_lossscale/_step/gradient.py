@@ -149,7 +149,6 @@ def value_and_scaled_grad(
 
     Example:
       >>> import jax.numpy as jnp
-    import numpy as np
       >>> import optax_lossscale as ols
       >>> gradient = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))
       >>> loss, scaled_grad = gradient(3.0)

@@ -65,7 +65,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     wrapper_state = loss_scale_state_or_none(state)
     scale, log2, exhausted = _loss_scale_scalars(loss_scale)
     scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
-    parts = {"loss_scale": loss_scale}
+    parts: dict[str, Any] = {"loss_scale": loss_scale}
     if wrapper_state is not None:
         for name in (
             "should_apply",
