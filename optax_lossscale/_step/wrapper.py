@@ -263,8 +263,8 @@ def with_loss_scale(
       loss_scale: one of the following:
 
         - `"dynamic"`: a `DynamicLossScale` with its defaults.
-        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
-          and gradients that are all zero on most steps.
+        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits gradients
+          that jump, and those that are all zero on most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
         - None: no scaling, for bfloat16 and float32. The wrapper then only skips steps,
           as `skip` says. `skip_nonfinite` is another name for this.
