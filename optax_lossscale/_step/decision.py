@@ -31,6 +31,7 @@ from optax_lossscale._arrays.finite import (
     on_all_replicas,
     reduce_replicas,
 )
+from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._arrays.stateful import choose
 from optax_lossscale._scales.loss_scale import LossScale, within_bounds
 from optax_lossscale._step.inputs import StepInputs
@@ -59,6 +60,7 @@ def decide_step(
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
+    _check_loss_is_of_all_replicas(value, grads)
     if skip is None:
         loss_scale, should_apply = _update(state.loss_scale, grads, axis_name)
         new_state = state._replace(loss_scale=loss_scale)
@@ -174,8 +176,35 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
             "would each decide alone whether to apply the step, by their own gradients "
             "or loss. Let them decide together, with_loss_scale(…, "
             f"axis_name={name}), or give each replica its own state, which varies "
-            "along this axis"
+            f"along this axis. {_DIFFERENTIATE_THE_MEAN}"
         )
+
+
+def _check_loss_is_of_all_replicas(value: jax.Array | None, grads: Any) -> None:
+    """Raises if the loss is one replica's, but the gradients are those of all.
+
+    Under `shard_map`, JAX sums the gradients of replicated parameters over the
+    replicas. If the loss still varies along an axis, nobody has divided by their
+    number. With `check_vma=False`, JAX does not track the axes, so nothing is raised.
+    """
+    if value is None:
+        return
+    leaves = filter(is_inexact_leaf, jax.tree.leaves(grads))
+    axes_of_grads = frozenset().union(*map(_varying_axes, leaves))
+    axes_apart = _varying_axes(value) - axes_of_grads
+    if axes_apart:
+        name = min(map(repr, axes_apart))
+        raise ValueError(
+            f"the loss differs from replica to replica along the axis {name} of a "
+            f"shard_map, but the gradients do not. {_DIFFERENTIATE_THE_MEAN}. A share "
+            "of a loss that is meant to be summed is not passed as value"
+        )
+
+
+_DIFFERENTIATE_THE_MEAN = (
+    "Differentiate the mean of the loss, jax.lax.pmean(loss, axis_name), and take no "
+    "mean of the gradients: JAX has summed those of replicated parameters already"
+)
 
 
 def _varying_axes(x: jax.Array) -> frozenset:

@@ -171,7 +171,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 "minimize got multiple values for keyword argument 'value': it passes "
                 "the loss itself, so leave value out of extra_args"
             )
-        gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux)
+        # The gradient of an integer is a float0, and leaves it as it is.
+        gradient = value_and_scaled_grad(
+            loss_fn, state, has_aux=has_aux, allow_int=True
+        )
         returned, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(returned, has_aux)
         new_params, new_state = self.apply_gradients(

@@ -233,6 +233,13 @@ WRAPPER = {
     "value: a function": (lambda: step(value=len), TypeError, "a real number"),
     "value: a vector": (lambda: step(value=jnp.ones(3)), TypeError, "jnp.mean"),
     "sam around": (sam_around_the_wrapper, TypeError, "Put it inside the wrapper"),
+    "apply_gradients: an Equinox model": (
+        lambda: TX.apply_gradients(
+            {"w": PARAMS["w"], "f": None}, STATE, PARAMS | {"f": jnp.tanh}
+        ),
+        TypeError,
+        "pass eqx.filter(model, eqx.is_inexact_array)",
+    ),
     "minimize: no function": (
         lambda: TX.minimize(3, STATE, PARAMS),
         TypeError,
