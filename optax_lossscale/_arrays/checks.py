@@ -1,4 +1,4 @@
-"""Checks of arguments, and the words of errors and warnings.
+"""Checks of arguments, and what errors and warnings are made of.
 
 For example::
 

@@ -2,7 +2,8 @@
 
 A step whose gradients contain a NaN or an infinity is skipped, so each step reads all
 of its gradients once before it applies any. That read is the cost of the check. The
-same read yields the norm of the gradients, or the largest of them.
+same read yields the norm of the gradients; a loss scale that wants the largest of them
+takes one more on a CPU.
 
 XLA decides how often the gradients are read. Its compilers for GPU and TPU fuse several
 reductions of one array into one pass. Its compiler for CPU makes of a reduction with

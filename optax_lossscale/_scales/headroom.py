@@ -40,11 +40,12 @@ class HeadroomLossScale(LossScale):
     are larger, each overflow lowers the scale by a bit.
 
     Args:
-      initial_scale: the loss scale before the first step, from 2**-60 to 2**60, rounded
-        down to a power of two.
+      initial_scale: the loss scale before the first step, from `min_scale` to 2**60,
+        rounded to a power of two: down, unless that is below `min_scale`.
       margin: how many bits to leave between the largest gradient and overflow, from 0
         to 24. With more bits, fewer steps overflow, but more gradients underflow.
-      memory: in how many steps a bound that no gradient reaches falls by a bit.
+      memory: in how many steps a bound that no gradient reaches falls by a bit, from 1
+        to 2**16.
       min_scale: the floor. Far below 1, batches that fail by themselves lower the scale
         without need, unless their loss, which is not finite, is passed as `value`.
 
@@ -75,7 +76,7 @@ class HeadroomLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         self._check("margin", checks.integer, 0, 24)
-        self._check("memory", checks.integer, 1)
+        self._check("memory", checks.integer, 1, 2**16)
         self._check("min_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
         self._check("initial_scale", checks.number, self.min_scale, LARGEST_SCALE)
         exponent = max(math.floor(math.log2(self.initial_scale)), self._floor())
@@ -92,8 +93,8 @@ class HeadroomLossScale(LossScale):
         _, exponent = jnp.frexp(magnitude)
         fallen = self.bound - 1 / self.memory
         measured = jnp.maximum(exponent.astype(jnp.float32), fallen)
-        after_finite_step = choose(magnitude > 0, self._below(measured), self)
-        return choose(finite, after_finite_step, self._after_overflow()), finite
+        bound = jnp.where(magnitude > 0, measured, self.bound)
+        return choose(finite, self._below(bound), self._after_overflow()), finite
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Halves the scale on overflow, and doubles it with every `memory` finite steps."""

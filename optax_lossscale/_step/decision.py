@@ -60,7 +60,6 @@ def decide_step(
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
-    _check_loss_is_of_all_replicas(value, grads)
     if skip is None:
         loss_scale, should_apply = _update(state.loss_scale, grads, axis_name)
         new_state = state._replace(loss_scale=loss_scale)
@@ -70,16 +69,18 @@ def decide_step(
         flag = jnp.asarray(should_apply)
         return flag, _count(new_state, flag)
 
+    _check_loss_is_of_all_replicas(value, grads)
     norm, finite = _norm_and_finite(grads, axis_name)
-    adapted, finite = _adapt(state.loss_scale, grads, finite, axis_name)
+    adapted, allows = _adapt(state.loss_scale, grads, finite, axis_name)
+    grads_pass = finite & allows
     loss_finite = True
     if value is not None:
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    should_apply = finite & jnp.isfinite(norm) & loss_finite
+    should_apply = grads_pass & jnp.isfinite(norm) & loss_finite
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _run_rule(rule, norm, value, should_apply, axis_name)
-    scale_adapts = loss_finite & (should_apply | ~finite)
+    scale_adapts = loss_finite & (should_apply | ~grads_pass)
     new_state = state._replace(
         loss_scale=choose(scale_adapts, adapted, state.loss_scale),
         gradient_norm=norm,
@@ -107,16 +108,15 @@ def _norm_and_finite(
 
 def _adapt(
     loss_scale: LossScale, grads: Any, finite: jax.Array, axis_name: AxisName | None
-) -> tuple[LossScale, jax.Array]:
-    """Returns the next loss scale, and whether it takes the gradients to be finite.
+) -> tuple[LossScale, Flag]:
+    """Returns the next loss scale, and whether the current one allows the step.
 
     A loss scale that has no `update` of its own is given the flag: its `update` would
     check the gradients again, only to pass the same flag to `adjust`.
     """
     if type(loss_scale).update is LossScale.update:
-        return loss_scale._adjusted(finite), finite
-    new, allows = _update(loss_scale, grads, axis_name)
-    return new, finite & allows
+        return loss_scale._adjusted(finite), True
+    return _update(loss_scale, grads, axis_name)
 
 
 def _update(
@@ -196,8 +196,9 @@ def _check_loss_is_of_all_replicas(value: jax.Array | None, grads: Any) -> None:
         name = min(map(repr, axes_apart))
         raise ValueError(
             f"the loss differs from replica to replica along the axis {name} of a "
-            f"shard_map, but the gradients do not. {_DIFFERENTIATE_THE_MEAN}. A share "
-            "of a loss that is meant to be summed is not passed as value"
+            f"shard_map, but the gradients do not. {_DIFFERENTIATE_THE_MEAN}. If these "
+            "are a mean of each replica's own already, pass the mean of the loss as "
+            "value; a share of a loss that is meant to be summed is not passed at all"
         )
 
 

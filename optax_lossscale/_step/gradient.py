@@ -59,8 +59,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       TypeError: if the loss is not a real floating-point scalar.
       ValueError: if `loss_scale` is none of these, or a stack of several models' loss
         scales or states.
-      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects, or in which
-        another transformation comes after `with_master_weights`.
+      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is

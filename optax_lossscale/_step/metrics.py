@@ -24,7 +24,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Returns:
       A dict from names to scalars of shape (). If the state is a stack of several
-      models' states, all entries also have the axes of the stack.
+      models' states, the entries also have the axes of the stack, except those of a
+      fixed loss scale.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether, on the last step that the scale adapted to, gradients

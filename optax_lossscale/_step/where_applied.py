@@ -14,7 +14,6 @@ from optax_lossscale._arrays.checks import path_name, shown
 from optax_lossscale._arrays.precision import (
     T,
     is_array_leaf,
-    is_inexact_leaf,
     strongly_typed,
 )
 from optax_lossscale._arrays.variables import variable_ids, without_variables

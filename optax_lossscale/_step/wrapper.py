@@ -97,6 +97,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           ValueError: if the state is configured differently from this optimizer, is a
             stack of several states, or holds the inner state of an optimizer of 16-bit
             parameters.
+          ValueError: under `shard_map`, if the loss or the decision varies along an
+            axis over which the gradients or the state do not.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(

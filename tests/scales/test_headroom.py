@@ -96,6 +96,7 @@ def test_exhausted_while_the_last_step_overflowed_at_the_floor():
     after = [ls := ls.adjust(finite) for finite in (False, False, False, True, False)]
     assert [bool(ls.exhausted()) for ls in after] == [False, True, True, False, True]
     assert all(ls() == 1 for ls in after)
+    assert not after[2].update(jnp.zeros(3))[0].exhausted()
     # A finite step at the floor is none that could not be lowered, however large.
     assert not ls.update(jnp.array(1e30))[0].exhausted()
 

@@ -174,7 +174,7 @@ def test_a_number_that_the_dtype_holds_takes_it(new, old):
 def test_an_average_of_16_bit_parameters_is_started_in_float32():
     params = jnp.ones(2, jnp.bfloat16)
     averaged = optax.incremental_update(params.astype(jnp.float32), params * 0, 1e-3)
-    with pytest.raises(TypeError, match="start the average of 16-bit .* in float32"):
+    with pytest.raises(TypeError, match=r"start the average of 16-bit .* in float32"):
         ols.where_applied(APPLIED, averaged, params * 0)
     ols.where_applied(APPLIED, averaged, jnp.zeros(2))
 
