@@ -83,12 +83,10 @@ class StepInputs:
 
     def unscaled_by(self, loss_scale: LossScale) -> Self:
         """Returns a copy with unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several branches; under `jit`, the unscaling is
-        # traced only once.
-        grads = self.kept_grads()
-        traced = is_traced((loss_scale, grads))
-        unscale = _unscale_traced_once if traced else _unscale
-        return self._with_kept_grads(unscale(loss_scale, grads))
+        # A compiled step unscales by an adaptive scale in several branches; under
+        # `jit`, that is traced only once.
+        unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
+        return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
