@@ -273,11 +273,11 @@ class _Recompute:
                     results = self._results(eqn, read(eqn.invars))
                     values.update(zip(eqn.outvars, results, strict=True))
                 elif not stored.isdisjoint(eqn.outvars):
+                    cone = cone_of(eqn.outvars, values, producers)
                     results = read(eqn.outvars)
-                    if name_of(eqn) == "convert_element_type":
-                        # Else XLA would leave out a rounding for those who cast the
-                        # value back, and store it in float32 as well.
-                        results = lax.optimization_barrier(results)
+                    if _rounds(cone):
+                        with at_line_of(eqn):
+                            results = lax.optimization_barrier(results)
                     values.update(zip(eqn.outvars, results, strict=True))
             return read(outs)
 
@@ -312,12 +312,13 @@ class _Recompute:
         for v in targets:
             is_computed = _is_worth_recomputing(cone_of([v], values, producers).eqns)
             (computed if is_computed else others).append(v)
-        results = {}
-        for some in filter(None, [computed, others]):
-            cone = cone_of(some, values, producers)
-            function = self._checkpointed(cone) if some is computed else cone
-            arrays = function([values[v] for v in cone.inputs])
-            results.update(zip(some, arrays, strict=True))
+        cone = cone_of(others, values, producers)
+        results = dict(zip(others, cone(_read(cone.inputs, values)), strict=True))
+        if computed:
+            cone = cone_of(computed, values, producers)
+            with at_line_of(cone.eqns[-1]):
+                arrays = self._checkpointed(cone)(_read(cone.inputs, values))
+            results.update(zip(computed, arrays, strict=True))
         return results
 
     def _checkpointed(self, cone: _Cone) -> Function:
@@ -340,6 +341,16 @@ def _as_it_is(program: AnyJaxpr) -> Function:
     eqns, ins, outs, consts = flat(program)
     cone = _Cone(with_small_names(eqns), [*consts, *ins], outs)
     return lambda args: cone([*consts.values(), *args])
+
+
+def _rounds(cone: _Cone) -> bool:
+    """Whether a barrier is to follow a cone whose result is stored.
+
+    Else XLA would leave out a rounding for those who cast the value back, and store it
+    in float32 as well.
+    """
+    is_cast = name_of(cone.eqns[-1]) == "convert_element_type"
+    return is_cast and _is_worth_recomputing(cone.eqns)
 
 
 def _is_worth_recomputing(eqns: Iterable[JaxprEqn]) -> bool:

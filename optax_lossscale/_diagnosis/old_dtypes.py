@@ -1,4 +1,6 @@
-"""`dtype_report`: which operations of a program compute in which dtype, by line.
+"""What `diagnose` alone still asks, until it is rewritten: see `dtypes` below.
+
+`dtype_report`: which operations of a program compute in which dtype, by line.
 
 It reads the traced program and runs nothing. A row collects the operations of one kind
 on one line, as in

@@ -1,4 +1,6 @@
-"""A traced program with its calls inlined: the called equations replace each call.
+"""What `diagnose` alone still asks, until it is rewritten: see `flat` below.
+
+A traced program with its calls inlined: the called equations replace each call.
 
 For example, `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. `flat`
 inlines short `jit`s and the like, and `all_flat` inlines every call. Both keep loops

@@ -1,4 +1,6 @@
-"""The table of JAX's operations: a row for each, with what is known of it.
+"""What `diagnose` alone still asks, until it is rewritten: see `operations` below.
+
+The table of JAX's operations: a row for each, with what is known of it.
 
 To add an operation, begin with its row here. Other files look up the row of an
 equation's operation, `row_of(eqn)`, or the traits in that row, `traits(eqn)`. For

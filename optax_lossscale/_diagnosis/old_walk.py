@@ -1,4 +1,6 @@
-"""The programs in an equation, and the values that a value depends on.
+"""What `diagnose` alone still asks, until it is rewritten: see `walk` below.
+
+The programs in an equation, and the values that a value depends on.
 
 - `programs_in(eqn)` lists the programs that an equation runs, if the table of
   operations names them. For an unknown operation, it lists all that the equation holds.

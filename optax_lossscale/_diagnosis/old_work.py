@@ -1,4 +1,6 @@
-"""Which equations are products, which are cheap, and how much they compute.
+"""What `diagnose` alone still asks, until it is rewritten: see `work` below.
+
+Which equations are products, which are cheap, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums. An outer
 product does not count, because it sums nothing. Nor does an inner product or a batch of

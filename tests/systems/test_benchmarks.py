@@ -64,7 +64,6 @@ def test_tables_come_back_from_csv_as_they_were(tmp_path):
         "accelerators.md",
         "autocast.md",
         "policies.md",
-        "rules.md",
         "skips.md",
     ],
 )

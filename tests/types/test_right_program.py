@@ -63,7 +63,6 @@ def test_a_right_program_runs():
 
     cast = ols.autocast(dtype=jnp.bfloat16)(loss_fn)
     assert jax.jit(cast)(params, x) < 1
-    assert "dot_general" in str(cast.plan(params, x))
 
     config = ols.presets.pytorch(growth_interval=500).get_config()
     for loss_scale in ("dynamic", 128, 0.5, None, tx.init(params).loss_scale, config):
