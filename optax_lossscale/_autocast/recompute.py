@@ -133,8 +133,8 @@ def with_small_names(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     producers = producers_of(eqns)
     moved = []
     for eqn in eqns:
-        (named,) = variables(eqn.invars) if name_of(eqn) == "name" else [None]
-        of_named = sources.get(named)
+        named = eqn.invars[0] if name_of(eqn) == "name" else None
+        of_named = sources.get(named) if isinstance(named, Var) else None
         if of_named is None or _count_bytes(of_named) == _count_bytes([named]):
             moved.append(eqn)
             continue
