@@ -133,26 +133,26 @@ def with_small_names(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     producers = producers_of(eqns)
     moved = []
     for eqn in eqns:
-        named = eqn.invars[0] if name_of(eqn) == "name" else None
-        of_named = sources.get(named) if isinstance(named, Var) else None
-        if of_named is None or _count_bytes(of_named) == _count_bytes([named]):
+        named = variables(eqn.invars) if name_of(eqn) == "name" else []
+        of_named = [sources.get(v, {v}) for v in named]
+        if not named or _count_bytes(*of_named) == _count_bytes(named):
             moved.append(eqn)
             continue
-        new = {v: v for v in of_named}
+        new = {v: v for v in of_named[0]}
         for v in new.keys() & producers.keys():
             new[v] = Var(v.aval)
             moved.append(eqn.replace(invars=[v], outvars=[new[v]]))
-        for cheap in cone_of([named], new, producers).eqns:
+        for cheap in cone_of(named, new, producers).eqns:
             invars = [v if isinstance(v, Literal) else new[v] for v in cheap.invars]
             for v in cheap.outvars:
-                new[v] = eqn.outvars[0] if v is named else Var(v.aval)
+                new[v] = eqn.outvars[0] if v in named else Var(v.aval)
             outvars = [new[v] for v in cheap.outvars]
             moved.append(cheap.replace(invars=invars, outvars=outvars))
     return moved
 
 
 def _count_bytes(values: Iterable[Var]) -> int:
-    return sum(size_of(v.aval) * getattr(v.aval.dtype, "itemsize", 8) for v in values)
+    return sum(size_of(v.aval) * getattr(dtype_in(v), "itemsize", 8) for v in values)
 
 
 # --- The program as a function ---

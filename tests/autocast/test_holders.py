@@ -842,7 +842,7 @@ def test_each_pass_of_a_custom_vjp_runs_once():
 
 
 def test_a_backward_pass_that_is_not_linear_sees_the_whole_cotangent():
-    """It is in no island: another one might repeat it, with a part of the cotangent."""
+    """It is never computed again, with a part of the cotangent."""
 
     @jax.custom_vjp
     def normalized(x):
