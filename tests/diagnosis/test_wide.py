@@ -7,13 +7,13 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from optax_lossscale._programs.work import is_product
 
 import optax_lossscale as ols
 from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import Origin
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, compute, pair_of
 from optax_lossscale._diagnosis.program import program_of
+from optax_lossscale._programs.products import is_product
 
 F16, F32 = jnp.float16, jnp.float32
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
