@@ -323,17 +323,16 @@ class _Recompute:
 
     def _checkpointed(self, cone: _Cone) -> Function:
         """Returns a cone under a checkpoint, which JAX traces once for cones alike."""
-        key = cone.key()
+        key: Hashable = cone.key()
         try:
-            known = self._cones.get(key)
-        except TypeError:  # not hashable
-            key, known = id(cone), None
-        if known is None:
-            known = jax.checkpoint(
+            hash(key)
+        except TypeError:
+            key = id(cone)  # which the checkpoint keeps alive
+        if key not in self._cones:
+            self._cones[key] = jax.checkpoint(
                 cone.__call__, prevent_cse=self._prevent_cse, policy=_policy(cone)
             )
-            self._cones[key] = known
-        return known
+        return self._cones[key]
 
 
 def _as_it_is(program: AnyJaxpr) -> Function:
