@@ -3,15 +3,14 @@
 A new `custom_jvp` or `custom_vjp` replaces the equation. It is built from two functions
 with the same results, up to rounding:
 
-- `planned` runs the program in the equation by its plan. The new `custom_jvp` or
-  `custom_vjp` calls `planned` where no derivative is taken.
+- `narrowed` runs the program in the equation with its products in 16 bits. The new
+  `custom_jvp` or `custom_vjp` calls it where no derivative is taken.
 - `original` casts the operands to the dtypes in which the equation was traced, runs the
-  equation, and casts the results to the dtypes of the plan. The new rule differentiates
-  `original`, so JAX calls the user's rule in the traced dtypes and casts tangents and
-  cotangents.
+  equation, and casts the results to the dtypes that `narrowed` returns. The new rule
+  differentiates `original`, so JAX calls the user's rule in the traced dtypes and casts
+  tangents and cotangents.
 
-The products in the user's rule are narrowed as well: the new rule is passed through
-`rewrite`, which traces a function, plans the traced program, and runs the plan.
+The products in the user's rule are narrowed as well, by `rewrite`.
 """
 
 import functools
@@ -26,11 +25,11 @@ from optax_lossscale._programs.enter import Arrays, Function
 from optax_lossscale._programs.values import dtype_in, is_inexact
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a function run by a plan, with the dtypes of its results unchanged."""
+"""Makes a function narrow its products, with the dtypes of its results unchanged."""
 
 
 def custom_jvp(
-    planned: Function,
+    narrowed: Function,
     original: Callable[..., list[Any]],
     operands: Arrays,
     rewrite: Rewrite,
@@ -39,7 +38,7 @@ def custom_jvp(
 
     @jax.custom_jvp
     def function(*operands):
-        return planned(operands)
+        return narrowed(operands)
 
     @function.defjvp
     @rewrite
@@ -50,7 +49,7 @@ def custom_jvp(
 
 
 def custom_vjp(
-    planned: Function,
+    narrowed: Function,
     original: Callable[..., list[Any]],
     operands: Arrays,
     rewrite: Rewrite,
@@ -59,7 +58,7 @@ def custom_vjp(
 
     @jax.custom_vjp
     def function(*operands):
-        return planned(operands)
+        return narrowed(operands)
 
     # Because of `symbolic_zeros=True`, JAX passes two things for each operand: its
     # `value`, and whether it is `perturbed`, that is, part of the differentiation.

@@ -1,15 +1,9 @@
-"""Decides which products are narrowed and which equations are rewritten.
+"""Decides which products are narrowed, and into which equations `narrow` looks for them.
 
-A product is *narrowed*, which means that it is computed in 16 bits, if its operands and
-its result are float32 and if it has neither HIGHEST precision nor an algorithm.
-
-An equation that holds programs, such as a `scan`, *may be rewritten* if other programs
-can take the place of those that it holds and if nothing forbids it. For example, a
-`while` that waits for a number to converge is left as it is. The equation *is
-rewritten* if, in addition, its programs contain something to change: a product to
-narrow, an outer product to replace, or another equation to rewrite. A `custom_vjp` is
-rewritten whenever it may be, because its rule, which JAX has not traced yet, may
-contain any of these.
+A product is *narrowed*, that is, computed in 16 bits, if its operands and its result are
+float32 and if it has neither HIGHEST precision nor an algorithm. Products inside of an
+equation, such as a `scan`, are narrowed unless something forbids it. For example, a
+`while` that waits for a number to converge is left as it is.
 
 If `autocast` narrows nothing, it warns with the reasons from `why_none_is_narrowed`.
 """
@@ -22,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.enter import is_entered
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.products import asks_for_highest, is_product
 from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
@@ -31,26 +25,13 @@ from optax_lossscale._programs.values import (
     is_inexact_dtype,
     shape_in,
 )
-from optax_lossscale._programs.versions import (
-    AnyJaxpr,
-    is_ref,
-    name_of,
-    open_jaxpr,
-)
+from optax_lossscale._programs.versions import AnyJaxpr, is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import (
     has_shardings,
     needed_for,
     producers_in,
     programs_in,
 )
-from optax_lossscale._programs.work import (
-    asks_for_highest,
-    count_terms,
-    is_product,
-)
-
-SCOPE = "ols.autocast"
-"""The `jax.named_scope` in which `autocast` runs programs."""
 
 # Reasons, or advice to add to a reason
 _BY_DEFAULT = (
@@ -65,58 +46,33 @@ _USE_INSIDE = (
 
 def is_narrowed(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that is computed in 16 bits."""
-    return is_product(eqn) and _may_change(eqn)
+    if not is_product(eqn) or asks_for_highest(eqn):
+        return False
+    return set(dtypes_in([*eqn.invars[:2], eqn.outvars[0]])) == {FLOAT32}
 
 
-def is_outer_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `dot_general` that `outer_product` can replace.
+def is_open(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds programs in which products may be narrowed."""
+    return _why_not_open(eqn) is None
 
-    Such an equation sums nothing, has no output sharding, and may be changed.
+
+def has_narrowed(eqn: JaxprEqn) -> bool:
+    """Whether products inside of an equation are narrowed.
+
+    The rule of a `custom_vjp`, which JAX has not traced yet, may have some. Of a
+    `custom_jvp`, only the function's own program counts.
     """
-    if Trait.MAY_BE_OUTER not in traits(eqn):
+    if not is_open(eqn):
         return False
-    if eqn.params.get("out_sharding") is not None:
-        return False
-    return count_terms(eqn) == 1 and _may_change(eqn)
-
-
-def _may_change(eqn: JaxprEqn) -> bool:
-    """Whether `autocast` may change how a product or an outer product is computed.
-
-    The equation must map float32 to float32 and have neither HIGHEST precision nor an
-    algorithm.
-    """
-    if asks_for_highest(eqn):
-        return False
-    operands = eqn.invars[:2]
-    dtypes = dtypes_in([*operands, eqn.outvars[0]])
-    return set(dtypes) == {FLOAT32}
-
-
-def may_be_rewritten(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds programs that `autocast` may replace by others."""
-    return _why_not_rewritten(eqn) is None
-
-
-def is_rewritten(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs its programs by plans of their own.
-
-    Such an equation may be rewritten, and its programs contain something to change. The
-    rule of a `custom_jvp` is not searched: only the function's own program counts.
-    """
-    if not may_be_rewritten(eqn):
-        return False
-    if Trait.VJP in traits(eqn):  # its rule is not traced yet and may have products
+    if name_of(eqn) == "custom_vjp_call":
         return True
-    return any(map(_is_changed, programs_in(eqn)))
+    return any(map(_program_has_narrowed, programs_in(eqn)))
 
 
 @cached_by_program
-def _is_changed(program: AnyJaxpr) -> bool:
-    """Whether a program has products to narrow or replace, or equations to rewrite."""
+def _program_has_narrowed(program: AnyJaxpr) -> bool:
     return any(
-        is_narrowed(eqn) or is_outer_product(eqn) or is_rewritten(eqn)
-        for eqn in open_jaxpr(program).eqns
+        is_narrowed(eqn) or has_narrowed(eqn) for eqn in open_jaxpr(program).eqns
     )
 
 
@@ -171,23 +127,23 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
     inside = []
     for program in programs_in(eqn):
         inside += _outcomes(program, usual)
-    if None in inside and not may_be_rewritten(eqn):
-        return [f"{_why_not_rewritten(eqn)} ({_USE_INSIDE})"]
+    if None in inside and not is_open(eqn):
+        return [f"{_why_not_open(eqn)} ({_USE_INSIDE})"]
     return inside
 
 
-def _why_not_rewritten(eqn: JaxprEqn) -> str | None:
-    """Returns why the programs in an equation cannot be rewritten; None if they can."""
-    has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
-    if not is_entered(eqn) and not has_rule:
-        return f"a {name_of(eqn)}"
+def _why_not_open(eqn: JaxprEqn) -> str | None:
+    """Returns why no product inside of an equation can be narrowed; None if it can."""
+    name = name_of(eqn)
+    if not is_entered(eqn) and name not in ("custom_jvp_call", "custom_vjp_call"):
+        return f"a {name}"
     if has_shardings(eqn):
         return "a jit with shardings"
     if eqn.params.get("symbolic_zeros"):  # the rule would see other perturbations
         return "a derivative with symbolic zeros"
-    if Trait.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
+    if name == "custom_vjp_call" and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    if Trait.WHILE in traits(eqn) and _waits(eqn):
+    if name == "while" and _waits(eqn):
         return "a loop that waits for a number"
     return None
 

@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from optax_lossscale._diagnosis.cause import SENSITIVE, How
-from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.notes import ALL, AN_INTERMEDIATE_VALUE, THE_LOSS, Note
+from optax_lossscale._diagnosis.old_dtypes import Operation
+from optax_lossscale._diagnosis.old_operations import Trait
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import lines_of, listed, percent
 from optax_lossscale._diagnosis.wrong import Wrong
-from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 

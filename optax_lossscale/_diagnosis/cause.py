@@ -26,8 +26,8 @@ from optax_lossscale._diagnosis.notes import (
     least_infinite,
     least_normal,
 )
+from optax_lossscale._diagnosis.old_operations import Trait
 from optax_lossscale._diagnosis.paths import path_from
-from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 # Below this fraction, a sum or a term counts as small: a sum cancels if it is smaller

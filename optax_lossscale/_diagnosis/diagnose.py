@@ -19,9 +19,9 @@ from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.products import why_none_is_narrowed
 from optax_lossscale._diagnosis.advice import verdict_and_advice
 from optax_lossscale._diagnosis.choices import choices_of, off_by_choices
-from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
+from optax_lossscale._diagnosis.old_dtypes import report_of
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.placement import in_mesh_of
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of

@@ -9,11 +9,11 @@ result is as far off as the operand, so `diagnose` need not compare it again.
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from optax_lossscale._diagnosis.old_operations import Trait, traits
+from optax_lossscale._diagnosis.old_walk import programs_in
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import dtype_in, is_inexact, is_narrow_dtype
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import programs_in
 
 
 @cached_by_program

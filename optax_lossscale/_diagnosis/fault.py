@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import SUMS, Note
+from optax_lossscale._diagnosis.old_operations import Trait
 from optax_lossscale._diagnosis.paths import jump, path_from
-from optax_lossscale._programs.operations import Trait
 from optax_lossscale._programs.values import is_narrow_dtype
 
 # The least factor by which the error grows in an equation that is at fault. It must be

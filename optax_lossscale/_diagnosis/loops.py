@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._diagnosis.old_walk import carry_positions, first_inner_operand
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Instruction
 from optax_lossscale._diagnosis.value import Value, moved_value
 from optax_lossscale._programs.values import Array
-from optax_lossscale._programs.walk import carry_positions, first_inner_operand
 
 RunsProgram = Callable[..., list[Value]]
 """A function that runs a program on values: `run(program, values)`.

@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.names import scale_name
 from optax_lossscale._diagnosis.notes import AN_INTERMEDIATE_VALUE, THE_LOSS, Note
+from optax_lossscale._diagnosis.old_dtypes import DtypeReport
+from optax_lossscale._diagnosis.old_operations import Trait, traits_of
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import abridged, aligned, listed, percent, wrapped
 from optax_lossscale._diagnosis.wrong import Wrong
-from optax_lossscale._programs.operations import Trait, traits_of
 
 # How many rows of a table, or sentences about choices, are printed.
 _SHOWN_ROWS = 8

@@ -23,16 +23,16 @@ from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType, reshard
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of, figures_of_choices
+from optax_lossscale._diagnosis.old_operations import Trait, traits
+from optax_lossscale._diagnosis.old_walk import programs_in
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
-from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,
     Array,
     is_inexact,
 )
-from optax_lossscale._programs.walk import programs_in
 
 # Options with which XLA compiles faster on CPUs, because it optimizes less: a
 # convolutional network of six layers took half the processor time (jax 0.10). Most

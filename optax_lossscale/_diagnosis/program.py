@@ -21,14 +21,16 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.products import SCOPE
+from optax_lossscale._autocast.autocast import SCOPE
 from optax_lossscale._diagnosis.equations import is_one_to_one, keeps_numbers
 from optax_lossscale._diagnosis.notes import Origin
+from optax_lossscale._diagnosis.old_flat import all_flat
+from optax_lossscale._diagnosis.old_keys import hashable_or_id, key_of
+from optax_lossscale._diagnosis.old_operations import Trait, traits
+from optax_lossscale._diagnosis.old_walk import programs_in
+from optax_lossscale._diagnosis.old_work import count_terms
 from optax_lossscale._diagnosis.wide import runs_no_iterations, stays_narrow
-from optax_lossscale._programs.flat import all_flat
-from optax_lossscale._programs.keys import hashable_or_id, key_of
 from optax_lossscale._programs.lines import line_of
-from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import (
     Array,
     Atom,
@@ -37,8 +39,6 @@ from optax_lossscale._programs.values import (
     is_narrow_dtype,
 )
 from optax_lossscale._programs.versions import is_transposed, name_of, scopes_of
-from optax_lossscale._programs.walk import programs_in
-from optax_lossscale._programs.work import count_terms
 
 # The equations whose programs Python runs, if they compute with floats.
 _RUN_IN_PYTHON = Trait.SCANS | Trait.WHILE | Trait.BRANCHES | Trait.MAPS

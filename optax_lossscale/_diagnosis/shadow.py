@@ -28,10 +28,10 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.notes import Note, Origin, note_of
+from optax_lossscale._diagnosis.old_operations import Trait, traits
 from optax_lossscale._diagnosis.pairs import Pair, Widths, pair_of
 from optax_lossscale._diagnosis.program import Instruction, Piece, Program
 from optax_lossscale._diagnosis.value import Value, notes_of
-from optax_lossscale._programs.operations import Trait, traits
 from optax_lossscale._programs.values import Array, dtype_in, is_inexact
 
 # The least time between two lines of progress, in seconds.

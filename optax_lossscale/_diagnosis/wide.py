@@ -20,7 +20,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from optax_lossscale._diagnosis.equations import equations
-from optax_lossscale._programs.operations import TABLE, Trait, traits
+from optax_lossscale._diagnosis.old_operations import TABLE, Trait, traits
+from optax_lossscale._diagnosis.old_walk import carry_positions
 from optax_lossscale._programs.values import (
     Array,
     astype,
@@ -31,7 +32,6 @@ from optax_lossscale._programs.values import (
     is_narrow_dtype,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
-from optax_lossscale._programs.walk import carry_positions
 
 # The precision of products in the reference. By default, some devices multiply float32
 # matrices with fewer digits than float32 has.

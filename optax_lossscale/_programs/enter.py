@@ -14,8 +14,6 @@ cast to these dtypes.
 To run another operation in this way, give it a trait and add a function to `_ENTER`.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,9 +21,9 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import CALLS
 from optax_lossscale._programs.values import astypes, dtypes_in
-from optax_lossscale._programs.versions import mapped_axes
+from optax_lossscale._programs.versions import mapped_axes, name_of
 from optax_lossscale._programs.walk import (
     carry_positions,
     first_inner_operand,
@@ -41,19 +39,32 @@ Function = Callable[[Arrays], list[Any]]
 
 def is_entered(eqn: JaxprEqn) -> bool:
     """Whether `enter` can run an equation with its programs replaced."""
-    return bool(traits(eqn) & ENTERED)
+    return name_of(eqn) in _ENTER
 
 
 def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
     """Runs an equation with `functions` in place of its `result_programs`."""
-    run = _ENTER[traits(eqn) & ENTERED]
-    return run(eqn, operands, *functions)
+    return _ENTER[name_of(eqn)](eqn, operands, *functions)
 
 
-# --- One function for each kind of equation; each returns the equation's results ---
+def traced_once(eqn: JaxprEqn, function: Function) -> Function:
+    """Makes JAX trace a function once for all equations that hold its program.
+
+    A call, such as a `jit`, stays a call. The body of a loop or a branch is inlined,
+    because a compiler fuses less across a call.
+    """
+
+    def program(args):
+        return function(args)
+
+    program.__name__ = eqn.params.get("name", name_of(eqn))  # for profiles
+    return jax.jit(program, inline=name_of(eqn) not in CALLS)
 
 
-def _inlined(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
+# --- One function for each operation; each returns the equation's results ---
+
+
+def _call(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
     return function(operands)
 
 
@@ -110,6 +121,12 @@ def _while(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
 
 def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
     index, *operands = operands
+    shapes = [jax.eval_shape(function, operands) for function in functions]
+    dtypes = []
+    for v, *branches in zip(eqn.outvars, *shapes, strict=True):
+        first, *others = dtypes_in(branches)
+        dtypes.append(first if others.count(first) == len(others) else v.aval.dtype)
+    functions = tuple(_returning(dtypes, function) for function in functions)
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, functions, operands)
@@ -119,6 +136,10 @@ def _cond(eqn: JaxprEqn, operands: Arrays, *functions: Function) -> list[Any]:
         for name in names or ["default"]:
             function_of_platform[name] = function
     return lax.platform_dependent(operands, **function_of_platform)
+
+
+def _returning(dtypes: Sequence[Any], function: Function) -> Function:
+    return lambda args: astypes(function(args), dtypes)
 
 
 def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
@@ -136,16 +157,10 @@ def _shard_map(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]
 
 
 _ENTER = {
-    Trait.INLINED: _inlined,
-    Trait.CHECKPOINTS: _checkpoint,
-    Trait.SCANS: _scan,
-    Trait.WHILE: _while,
-    Trait.BRANCHES: _cond,
-    Trait.MAPS: _shard_map,
+    **dict.fromkeys(CALLS, _call),
+    "cond": _cond,
+    "remat2": _checkpoint,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
 }
-ENTERED = functools.reduce(operator.or_, _ENTER)
-"""The traits of the operations that `enter` can run; no operation has two of them.
-
-`JVP` and `VJP` are not included, because `enter` would lose the custom rules for
-derivatives.
-"""

@@ -1,12 +1,10 @@
-"""A traced program with its calls inlined: the called equations replace each call.
+"""A traced program with its short calls inlined: the called equations replace each call.
 
-For example, `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. `flat`
-inlines short `jit`s and the like, and `all_flat` inlines every call. Both keep loops
-and branches as single equations. No variable of the flat program is assigned twice,
-even if a program is called twice.
+For example, `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. Loops and
+branches stay single equations. No variable of the flat program is assigned twice, even
+if a program is called twice.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
@@ -14,12 +12,12 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.lines import users_line
-from optax_lossscale._programs.operations import Trait, traits
+from optax_lossscale._programs.operations import CALLS
 from optax_lossscale._programs.values import shape_in
 from optax_lossscale._programs.versions import (
     AnyJaxpr,
-    argument_names,
     constants,
+    name_of,
     open_jaxpr,
 )
 from optax_lossscale._programs.walk import has_shardings, programs_in
@@ -30,7 +28,7 @@ _MAX_INLINED = 100
 
 
 class Flat(NamedTuple):
-    """A program with its short calls, or all of its calls, inlined.
+    """A program with its short calls inlined.
 
     Attributes:
       eqns: the equations, in the order in which they run.
@@ -38,45 +36,20 @@ class Flat(NamedTuple):
       outs: the results: variables, and literals of shape ().
       consts: the arrays that the program closes over, by the variables that stand for
         them.
-      names: the names of the arguments in the user's code; empty if unknown.
     """
 
     eqns: list[JaxprEqn]
     ins: list[Var]
     outs: list[Any]
     consts: dict[Var, Any]
-    names: Sequence[str]
 
 
 @cached_by_program
 def flat(program: AnyJaxpr) -> Flat:
-    """Inlines the short calls of a program, for `autocast`.
+    """Inlines the short calls of a program.
 
     Long `jit`s, `jit`s with shardings, checkpoints, and functions with custom
     derivatives stay single equations.
-    """
-    return _flattened(program, _short_callee)
-
-
-@cached_by_program
-def all_flat(program: AnyJaxpr) -> Flat:
-    """Inlines every call of a program, for `diagnose`.
-
-    For example, a function with a custom derivative is replaced by the equations of the
-    function itself, and a checkpoint by the equations in it.
-    """
-    return _flattened(program, _callee)
-
-
-def _flattened(
-    program: AnyJaxpr, callee_to_inline: Callable[[JaxprEqn], AnyJaxpr | None]
-) -> Flat:
-    """Inlines the calls in a program.
-
-    Args:
-      program: the program.
-      callee_to_inline: returns the program that replaces an equation, or None if the
-        equation stays as it is.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
@@ -89,7 +62,7 @@ def _flattened(
         for eqn in jaxpr.eqns:
             operands = [_read(v, env, consts) for v in eqn.invars]
             eqn = _at_call(eqn, call_source).replace(invars=operands)
-            callee = callee_to_inline(eqn)
+            callee = _short_callee(eqn)
             if callee is None:
                 # The program may be called again, so each call gets new variables.
                 results = [Var(v.aval) for v in eqn.outvars]
@@ -101,7 +74,7 @@ def _flattened(
 
     ins = open_jaxpr(program).invars
     outs = inline(program, ins, source_info_util.new_source_info())
-    return Flat(eqns, ins, outs, consts, argument_names(program))
+    return Flat(eqns, ins, outs, consts)
 
 
 def _read(v: Any, env: dict[Var, Any], consts: dict[Var, Any]) -> Any:
@@ -141,20 +114,13 @@ def _at_call(eqn: JaxprEqn, call_source: Any) -> JaxprEqn:
     return eqn.replace(source_info=source)
 
 
-def _callee(eqn: JaxprEqn) -> AnyJaxpr | None:
-    """Returns the program that an equation calls, such as that of a `jit`, or None."""
-    if Trait.CALLS not in traits(eqn):
-        return None
-    return programs_in(eqn)[0]
-
-
 def _short_callee(eqn: JaxprEqn) -> AnyJaxpr | None:
     """Returns the program of a `jit` or similar call if it is short, or None.
 
     Without this limit, the flat program could grow exponentially: if `f` calls `g`
     twice, `g` calls `h` twice, and so on, then each level doubles its length.
     """
-    if Trait.INLINED not in traits(eqn) or has_shardings(eqn):
+    if name_of(eqn) not in CALLS or has_shardings(eqn):
         return None
     (program,) = programs_in(eqn)
     return program if _flat_length(program) <= _MAX_INLINED else None

@@ -6,9 +6,11 @@ the frameworks as `LIBRARIES`). For `nn.Dense(3)(x)` in line 12 of `model.py`, t
 user's line is `model.py:12 (f)`, not the line of `Dense` that multiplies.
 """
 
+import contextlib
 import os
 import re
 import sys
+from typing import Any
 
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
@@ -38,6 +40,13 @@ def line_of(eqn: JaxprEqn, outer_line: str = "") -> str:
     is "an unknown line".
     """
     return users_line(eqn) or outer_line or "an unknown line"
+
+
+def at_line_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which what is traced gets an equation's line and scopes."""
+    source = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=name_stack)
 
 
 def is_made_by_optax(eqn: JaxprEqn) -> bool:

@@ -1,7 +1,6 @@
 """The programs in an equation, and the values that a value depends on.
 
-- `programs_in(eqn)` lists the programs that an equation runs, if the table of
-  operations names them. For an unknown operation, it lists all that the equation holds.
+- `programs_in(eqn)` lists the programs that an equation runs.
 - `result_programs(eqn)` lists those of them that compute the equation's results: all
   but the condition of a `while`.
 - `first_inner_operand(eqn)` is the position of the first operand that the
@@ -24,7 +23,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from optax_lossscale._programs.operations import Trait, row_of, traits
+from optax_lossscale._programs.operations import HOLDERS, OPAQUE
 from optax_lossscale._programs.values import variables
 from optax_lossscale._programs.versions import (
     AnyJaxpr,
@@ -39,25 +38,28 @@ from optax_lossscale._programs.versions import (
 def programs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """Returns the programs that an equation runs, in the order in which they run.
 
-    Programs that the table of operations does not name, such as the `update_jaxpr` of a
-    `scatter`, are left out. Of an unknown operation, all programs are returned.
+    Of an operation that `HOLDERS` does not list, these are all programs among its
+    parameters, and of an opaque one, none.
 
     Raises:
-      NotImplementedError: if the equation has none of the parameters that its row in
-        the table of operations names.
+      NotImplementedError: if `HOLDERS` lists the operation, and this version of JAX
+        holds its program in none of the parameters that are listed.
     """
     params = params_of(eqn)
-    names = row_of(eqn).programs
-    if names is None:
+    name = name_of(eqn)
+    if name in OPAQUE:
+        return []
+    listed = HOLDERS.get(name)
+    if listed is None:
         parameters = list(params.values())
     else:
-        parameters = [_parameter(params, name) for name in names]
+        parameters = [_parameter(params, parameter) for parameter in listed]
     leaves = jax.tree.leaves(parameters, is_leaf=is_program)
     programs = [leaf for leaf in leaves if is_program(leaf)]
-    if names and not programs:
+    if listed and not programs:
         raise NotImplementedError(
-            f"this version of JAX holds the program of `{name_of(eqn)}` in none of "
-            f"the known parameters: {', '.join(names)}"
+            f"this version of JAX holds the program of `{name}` in none of the known "
+            f"parameters: {', '.join(listed)}"
         )
     return programs
 
@@ -69,7 +71,7 @@ def result_programs(eqn: JaxprEqn) -> list[AnyJaxpr]:
     decides whether the loop continues.
     """
     programs = programs_in(eqn)
-    return programs[1:] if Trait.WHILE in traits(eqn) else programs
+    return programs[1:] if name_of(eqn) == "while" else programs
 
 
 def first_inner_operand(eqn: JaxprEqn) -> int:
@@ -89,10 +91,10 @@ def carry_positions(eqn: JaxprEqn) -> range:
     The operands of a `while` are the constants of its condition, the constants of its
     body, and its carry.
     """
-    if Trait.SCANS in traits(eqn):
+    if name_of(eqn) == "scan":
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
-    if Trait.WHILE in traits(eqn):
+    if name_of(eqn) == "while":
         n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         return range(n_consts, len(eqn.invars))
     return range(0)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._diagnosis.dtypes import Operation, dtype_report, rows_of
+from optax_lossscale._diagnosis.old_dtypes import Operation, dtype_report, rows_of
 
 
 def assert_computes_in(

@@ -39,8 +39,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from against_float32 import (  # noqa: E402
     EXPONENTS,
+    equations,
     relative_error,
     scaled_value_and_grad,
+    sums_in_16_bits,
 )
 
 import optax_lossscale as ols  # noqa: E402
@@ -49,9 +51,14 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
     wide_dtype,
 )
 from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
-from optax_lossscale._programs.operations import Trait, traits  # noqa: E402
+from optax_lossscale._programs.products import is_product  # noqa: E402
 from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_inexact  # noqa: E402
-from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
+from optax_lossscale._programs.versions import (  # noqa: E402
+    bind,
+    constants,
+    name_of,
+    open_jaxpr,
+)
 from optax_lossscale._programs.walk import result_programs  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
@@ -83,7 +90,7 @@ def evaluated(program, compute):
 
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
-            has_rule = traits(eqn) & (Trait.JVP | Trait.VJP)
+            has_rule = name_of(eqn) in ("custom_jvp_call", "custom_vjp_call")
             if has_rule or is_entered(eqn):
                 inner = [evaluated(p, compute) for p in result_programs(eqn)]
                 outs = inner[0](ins) if has_rule else enter(eqn, ins, inner)
@@ -97,9 +104,8 @@ def evaluated(program, compute):
 
 def widely(eqn, ins):
     """The results of an equation in float32, wherever possible."""
-    if Trait.VARIES in traits(
-        eqn
-    ):  # on devices, where `in_wide` has stacks of all of them
+    # on devices, where `in_wide` has stacks of all of them
+    if name_of(eqn) in ("pvary", "psum_invariant"):
         return bind(eqn, ins)
     return in_wide(eqn, ins, FLOAT32)
 
@@ -908,7 +914,7 @@ def tried(program, autocast=None):
     fun = program.function()
     exact_step = jax.jit(scaled_value_and_grad(fun, (0, 1)))
     try:
-        usual = ols.dtype_report(exact_step, jnp.float32(1), p, x)
+        usual = sums_in_16_bits(exact_step, jnp.float32(1), p, x, many=MANY)
         if not is_finite(exact_step(jnp.float32(1), p, x)):
             return Finding("out of range", "")
     except Exception as error:  # the program is none
@@ -916,6 +922,7 @@ def tried(program, autocast=None):
     try:
         step = jax.jit(scaled_value_and_grad(autocast(fun), (0, 1)))  # traced once
         report = ols.dtype_report(step, jnp.float32(1), p, x)
+        narrow = sums_in_16_bits(step, jnp.float32(1), p, x, many=MANY)
         actual, scale = with_its_scale(step, p, x)
     except Exception as error:
         return Finding(type(error).__name__, str(error)[:1500])
@@ -923,8 +930,8 @@ def tried(program, autocast=None):
     exact = at_scale(exact_step, scale, p, x)
     if scale == 2.0 ** EXPONENTS[-1] or not is_finite(exact):
         return Finding("out of range", "")
-    dtypes = wrong_dtypes(report, usual)
-    if dtypes and not has_a_vjp_in_a_jvp(program):
+    dtypes = wrong_dtypes(report, narrow, usual)
+    if dtypes and not (has_a_vjp_in_a_jvp(program) or has_outer_product(fun, p, x)):
         return Finding("dtype", dtypes)
     kinds = lambda tree: [(y.shape, y.dtype) for y in jax.tree.leaves(tree)]
     if kinds(actual) != kinds(exact):
@@ -992,19 +999,18 @@ def has_a_vjp_in_a_jvp(program):
     return any("_vjp" in reached(name) for name in inside)
 
 
-def wrong_dtypes(report, usual):
-    """What a report says of products and sums in the wrong dtype."""
+def has_outer_product(fun, p, x):
+    """Whether a product sums nothing: it stays in float32, and so do its derivative's."""
+    return any(
+        eqn.primitive.name == "dot_general" and not is_product(eqn)
+        for eqn in equations(jax.make_jaxpr(fun)(p, x).jaxpr)
+    )
+
+
+def wrong_dtypes(report, narrow, usual):
+    """What a report says of products in the wrong dtype, and the sums in 16 bits."""
     wide = [p for p in report.products if p.dtype == jnp.float32 and not p.by_choice]
-    narrow = [
-        o
-        for o in report.narrow
-        if jnp.float16 in o.operands
-        and o.primitive
-        not in ("scatter-add", "psum", "psum_invariant", "reduce_scatter")
-        and (o.terms == 1 or o.terms >= MANY)
-    ]
-    was_narrow = [o for o in usual.narrow if jnp.float16 in o.operands]
-    return str(report) if wide or (narrow and not was_narrow) else ""
+    return f"{report}\n{narrow}" if wide or (narrow and not usual) else ""
 
 
 def main():

@@ -15,8 +15,6 @@ from jax import lax
 from pairs import one_in
 
 import optax_lossscale as ols
-from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import programs_in
 
 CASES, NAMES = {}, []
 
@@ -879,7 +877,7 @@ def rendering(h, p):
 
 @case(size=1.0)
 def rolled_tokens_that_attend_to_themselves(h, p):
-    """What was only moved is read by an island and, in 16 bits, by a product."""
+    """What was only moved is read in float32 and, in 16 bits, by a product."""
     h = jnp.concatenate([h[:1], h[1:]])
     unit = h / (1e-3 + jnp.max(jnp.abs(h)))
     return through(jax.nn.softmax(unit @ unit.T) @ h)
@@ -903,45 +901,6 @@ def test_a_sum_in_a_unit_of_its_own_is_as_in_float32(unit, is_parameter):
 
     p = {"w": permutation(32), "v": permutation(32)[::-1], "unit": jnp.float32(unit)}
     assert_as_in_float32(fun, p, normal(0, 16, 32))
-
-
-def normalized(y, gain):
-    return y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) * gain
-
-
-LAYERS = {
-    "scaled, as in CaiT": (lambda y, gain: y, lambda y, gain: gain * y),
-    "normalized, as in Gemma 2": (normalized, normalized),
-}
-
-
-def equations_of_each_call(program):
-    """Those of a program that JAX shares as often as it is called."""
-    for eqn in open_jaxpr(program).eqns:
-        yield eqn
-        for inner in programs_in(eqn):
-            yield from equations_of_each_call(inner)
-
-
-@pytest.mark.parametrize(("first", "then"), LAYERS.values(), ids=LAYERS)
-def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then):
-    def fun(p, x):
-        h = first(x @ p["w"], p["gain"])
-        for _ in range(3):
-            h = h + then(jnp.tanh(h @ p["w"]) @ p["w"], p["gain"])
-        return (h + jnp.tanh(h @ p["w"])) @ p["w"]
-
-    p = {"w": permutation(32), "gain": jnp.ones(32)}
-    jaxpr = jax.make_jaxpr(ols.autocast(fun))(p, normal(0, 16, 32))
-    adds = [
-        eqn.outvars[0].aval
-        for eqn in equations_of_each_call(jaxpr)
-        if eqn.primitive.name == "add"
-    ]
-    dtypes = [str(x.dtype) for x in adds if x.shape == (16, 32)]
-    assert dtypes.count("float16") == 3
-    # The last sum, which only a product reads, is rounded once: by that.
-    assert dtypes.count("float32") == 1
 
 
 def test_a_state_is_carried_in_float32_over_steps_with_a_mask_each():
@@ -1023,7 +982,7 @@ def test_a_product_over_one_number_stays_in_float32(product):
     chex.assert_trees_all_close(
         step(x, y), jax.value_and_grad(loss, (0, 1))(x, y), rtol=1e-4, atol=1e-3
     )
-    assert ols.dtype_report(step, x, y).products == ()
+    assert jnp.dtype(jnp.float16) not in ols.dtype_report(step, x, y).shares
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import io_callback, pallas
 
 import optax_lossscale as ols
+from optax_lossscale._diagnosis import old_dtypes
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 FREQUENCIES = np.linspace(5.0, 7.77, 8, dtype=np.float16)
@@ -530,7 +531,9 @@ def called_after(x, w):
     ("function", "rows", "widened"), [(split_after, 4, 3), (called_after, 12, 1)]
 )
 def test_an_operand_that_was_widened_far_away_is_known(function, rows, widened):
-    report = ols.dtype_report(function, jnp.ones((4, 12), F16), jnp.ones((rows, 4)))
+    report = old_dtypes.dtype_report(
+        function, jnp.ones((4, 12), F16), jnp.ones((rows, 4))
+    )
     assert sum(p.count for p in report.products if p.is_widened) == widened
 
 

@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import Origin
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, compute, pair_of
 from optax_lossscale._diagnosis.program import program_of
-from optax_lossscale._programs.work import is_product
+from optax_lossscale._programs.products import is_product
 
 F16, F32 = jnp.float16, jnp.float32
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)

@@ -55,7 +55,6 @@ def test_a_right_program_runs():
 
     cast = ols.autocast(dtype=jnp.bfloat16)(loss_fn)
     assert jax.jit(cast)(params, x) < 1
-    assert "dot_general" in str(cast.plan(params, x))
 
     config = ols.DynamicLossScale(2.0**16, growth_interval=500).get_config()
     for loss_scale in ("dynamic", 128, 0.5, None, tx.init(params).loss_scale, config):

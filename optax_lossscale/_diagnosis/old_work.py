@@ -1,4 +1,6 @@
-"""Which equations are products, which are cheap, and how much they compute.
+"""What `diagnose` alone still asks, until it is rewritten: see `work` below.
+
+Which equations are products, which are cheap, and how much they compute.
 
 A *product* in this package is a matrix product or a convolution that sums. An outer
 product does not count, because it sums nothing. Nor does an inner product or a batch of
@@ -19,11 +21,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from optax_lossscale._diagnosis.old_operations import Trait, row_of, traits
+from optax_lossscale._diagnosis.old_walk import programs_in
 from optax_lossscale._programs.cached import cached_by_program
-from optax_lossscale._programs.operations import Trait, row_of, traits
 from optax_lossscale._programs.values import Atom, lengths_of, shape_in
 from optax_lossscale._programs.versions import AnyJaxpr, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
 
 
 def is_product(eqn: JaxprEqn) -> bool:

@@ -1,4 +1,6 @@
-"""Keys that are equal for equations that do the same computation on any variables.
+"""What `diagnose` alone still asks, until it is rewritten: see `keys` below.
+
+Keys that are equal for equations that do the same computation on any variables.
 
 The layers of a model often repeat the same equations. If the keys of a layer equal
 those of an earlier layer, what was traced or compiled for the earlier layer is used
