@@ -86,8 +86,8 @@ def assert_survives_overflow(
         )
     applied = runner.at(0) if runner.loss_scales else runner.as_given()
     check_no_drift(applied, ignore)
-    if not any(x.before is not None for x in applied.numbers.values()):
-        raise ValueError(_NOTHING_HANDED_ON)
+    if applied.lost or all(x.before is None for x in applied.numbers.values()):
+        raise ValueError(_NOT_HANDED_ON)
     if runner.loss_scales:
         overflow = runner.at(np.inf)
         if overflow.was_applied:
@@ -185,7 +185,9 @@ _APPLIED = """\
 the step is applied {situation}.
 - Compute the gradients with value_and_scaled_grad(loss_fn, state), or from
   scale_gradient(loss, state), with the state that the step is given.
-- Do not call nan_to_num on gradients, and leave out skip=None."""
+- Do not call nan_to_num on gradients, and leave out skip=None.
+- Return the new state as it is, not the old one or one put together from both.
+- If gradients do not depend on that NaN, or are all zero, pass other arguments."""
 _CHANGED = """\
 {cause} changed it: what the step hands on is not what was given:
 {names}
@@ -202,8 +204,8 @@ _NOT_ADAPTED = """\
 the step does not adapt its loss scale.
 After an overflow it comes back as it was given, or as it always is. Return the state
 that the optimizer returned."""
-_NOTHING_HANDED_ON = """\
-nothing is handed on: no result has the structure and shapes of the argument in its
-place. Say which result stands for which argument: carry={argument: result}, as in
+_NOT_HANDED_ON = """\
+the state is not handed on: no result has the structure and shapes of the argument in
+its place. Say which result stands for which argument: carry={argument: result}, as in
 carry={0: 1, 1: 2} for a step that takes (params, state, batch) and returns (loss, params,
 state)"""

@@ -75,6 +75,7 @@ class Outcome(NamedTuple):
       skips: how many more steps are counted as skipped than before.
       drifting: the axis along which devices drift apart, by the name of an array that
         was the same on all of them.
+      lost: the positions of arguments with a `LossScaleState` that are not handed on.
     """
 
     numbers: dict[str, Number]
@@ -83,6 +84,7 @@ class Outcome(NamedTuple):
     was_applied: bool
     skips: int
     drifting: dict[str, str]
+    lost: list[int]
 
 
 class Runner:
@@ -96,7 +98,6 @@ class Runner:
 
     Attributes:
       loss_scales: the loss scales that adapt, by their paths in the arguments.
-      has_state: whether there is a `LossScaleState` among the arguments.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class Runner:
         self._step = step
         self._carry = carry
         self._given = {_ARGS.key: args}
-        self.loss_scales = _adapting_in(self._given)
+        self.loss_scales = jax.device_get(_adapting_in(self._given))
         states = _states_in(self._given)
-        self.has_state = bool(states)
+        self._with_states = sorted({path[1].idx for path in states})
         self._skips = _count_skips(states)
         # The names that `metrics` gives, for each loss scale and each state
         owners = [*states.values(), *self.loss_scales.values()]
@@ -182,7 +183,7 @@ class Runner:
         }
         states = _containing(leaves, _states_in(tree))
         scales = _containing(leaves, _adapting_in(tree))
-        if (self.has_state and not states) or (self.loss_scales and not scales):
+        if (self._with_states and not states) or (self.loss_scales and not scales):
             raise AssertionError(_NOT_RETURNED)
         skips = _count_skips(states) - self._skips
         if states:
@@ -192,20 +193,21 @@ class Runner:
             # A rule lowers the scale when gradients overflow.
             pairs = zip(_values(scales), given_scales, strict=False)
             was_applied = all(np.all(new >= old) for new, old in pairs)
-        handed_on = self._handed_on(leaves, before, returned)
+        handed_on, arguments = self._handed_on(leaves, before, returned)
         return Outcome(
             numbers=self._numbers(leaves, handed_on, states, scales),
             scales=_values(scales),
             norms=jax.device_get([x.gradient_norm for x in states.values()]),
             was_applied=was_applied,
             skips=skips,
-            drifting=_drifting(leaves, handed_on, _replica_axis(states, scales)),
+            drifting=_drifting(leaves, handed_on, _replica_axis(states)),
+            lost=[i for i in self._with_states if i not in arguments],
         )
 
     def _handed_on(
         self, leaves: Leaves, before: dict[Path, np.ndarray], returned: Any
-    ) -> dict[Path, np.ndarray]:
-        """Returns what was given in place of each array that is handed on."""
+    ) -> tuple[dict[Path, np.ndarray], set[int]]:
+        """Returns what was given in place of each array, and for which arguments."""
         is_tuple = isinstance(returned, tuple) and not hasattr(returned, "_fields")
         results = returned if is_tuple else (returned,)
         arguments = self._given[_ARGS.key]
@@ -216,6 +218,7 @@ class Runner:
             _check_carry(self._carry, len(arguments), len(results))
             argument_of = {result: i for i, result in self._carry.items()}
         handed_on = {}
+        arguments_found = set()
         for path, x in leaves.items():
             origin = path
             if path[0] == _RESULT:
@@ -224,7 +227,8 @@ class Runner:
                 origin = (_ARGS, SequenceKey(argument_of.get(result, -1)), *inside)
             if origin in before and before[origin].shape == np.shape(x):
                 handed_on[path] = before[origin]
-        return handed_on
+                arguments_found.add(origin[1].idx)
+        return handed_on, arguments_found
 
     def _numbers(
         self,
@@ -351,7 +355,7 @@ def _states_in(tree: Any) -> dict[Path, LossScaleState]:
 def _adapting_in(tree: Any) -> dict[Path, LossScale]:
     """Returns every loss scale that adapts, which a fixed one does not, by path."""
     nodes = _nodes_in(tree, LossScale)
-    return {path: jax.device_get(x) for path, x in nodes.items() if jax.tree.leaves(x)}
+    return {path: x for path, x in nodes.items() if jax.tree.leaves(x)}
 
 
 def _nodes_in(tree: Any, cls: type[T]) -> dict[Path, T]:
@@ -379,8 +383,9 @@ def _is_within(path: Path, nodes: Collection[Path]) -> bool:
 
 
 def _values(loss_scales: Mapping[Path, LossScale]) -> list[np.ndarray]:
-    """Returns the values of loss scales that are on the host."""
-    return [np.asarray(x.loss_scale) for x in loss_scales.values()]
+    """Returns the values of loss scales, on the host."""
+    scales = [x.loss_scale for x in loss_scales.values()]
+    return list(map(np.asarray, jax.device_get(scales)))
 
 
 def _count_skips(states: Mapping[Path, LossScaleState]) -> int:
@@ -471,9 +476,7 @@ def _before_growth(loss_scale: LossScale) -> LossScale:
     return last
 
 
-def _replica_axis(
-    states: Mapping[Path, LossScaleState], scales: Mapping[Path, LossScale]
-) -> str | None:
+def _replica_axis(states: Mapping[Path, LossScaleState]) -> str | None:
     """Returns the name of the axis along which each device has a state of its own.
 
     Under `pmap`, arguments are stacks, with one replica for each device.
