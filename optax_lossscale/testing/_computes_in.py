@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import checks
+from optax_lossscale._arrays.precision import is_array_leaf
 from optax_lossscale._diagnosis.dtypes import Operation, dtype_report, rows_of
 
 
@@ -53,7 +54,7 @@ def assert_computes_in(
         multiplications that each computes.
       ValueError: if there are no products to check.
       ValueError: if `dtype` is not a floating-point dtype.
-      TypeError: if `step` is not a function.
+      TypeError: if `step` is not a function, or `dtype` was left out.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,6 +70,13 @@ def assert_computes_in(
       AssertionError: 2 of 2 matrix products and convolutions do not compute in...
     """
     checks.check_function("step", step)
+    # An array has a dtype, but is an argument of the step.
+    if isinstance(dtype, (dict, tuple, list)) or is_array_leaf(dtype):
+        raise TypeError(
+            "the second argument is the dtype to compute in, got "
+            f"{checks.shown(dtype)}. Write "
+            "assert_computes_in(train_step, jnp.float16, params, state, batch)"
+        )
     dtype = checks.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
     checked = [product for product in report.products if _is_checked(product, dtype)]

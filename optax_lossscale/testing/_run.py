@@ -123,7 +123,8 @@ class Runner:
         self._step = step
         self._carry = carry
         self._given = {_ARGS.key: args}
-        self.loss_scales = jax.device_get(_adapting_in(self._given))
+        scales = _adapting_in(self._given)
+        self.loss_scales = {path: jax.device_get(x) for path, x in scales.items()}
         states = _states_in(self._given)
         self._with_states = sorted({path[1].idx for path in states})
         self._skips = _count_skips(states)

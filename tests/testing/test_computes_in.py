@@ -457,6 +457,9 @@ def test_without_a_product_there_is_nothing_to_say():
 def test_bad_calls_say_what_is_wrong():
     with pytest.raises(ValueError, match="dtype"):
         computes_in(lambda w: w @ w, jnp.int32, weights())
+    for w in (jnp.ones((4, 4)), {"w": jnp.ones((4, 4))}):
+        with pytest.raises(TypeError, match="the second argument is the dtype"):
+            computes_in(lambda w: w @ w, w)
     with pytest.raises(TypeError, match="step must be a function"):
         computes_in(weights(), jnp.float16, lambda w: w)
 

@@ -605,7 +605,9 @@ each_assertion = pytest.mark.parametrize("check", BOTH)
 def test_devices_that_apply_their_own_gradients_drift_apart(check, mapped):
     check(*replicated_step(mapped=mapped))
     with pytest.raises(AssertionError) as error:
-        check(*replicated_step(mean=False, mapped=mapped, name="batch", axis_name="batch"))
+        check(
+            *replicated_step(mean=False, mapped=mapped, name="batch", axis_name="batch")
+        )
     said = str(error.value)
     assert said.startswith("devices drift apart along the axis 'batch'")
     assert "result[0]['w']" in said
@@ -617,7 +619,9 @@ def test_devices_that_apply_their_own_gradients_drift_apart(check, mapped):
 def test_devices_that_decide_alone_drift_apart_at_a_nan(mapped):
     check = ols.testing.assert_survives_overflow
     check(*replicated_step(mapped=mapped), nan_in=2)
-    with pytest.raises(AssertionError, match="devices drift apart along the axis 'data'"):
+    with pytest.raises(
+        AssertionError, match="devices drift apart along the axis 'data'"
+    ):
         check(*replicated_step(None, mean=False, mapped=mapped), nan_in=2)
 
 
