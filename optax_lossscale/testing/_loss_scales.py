@@ -54,8 +54,9 @@ def assert_scale_invariant(
     Of what the step hands on, its change is compared; of anything else, its value. Loss
     scales are left out, and so is a dict with all entries of `metrics`, perhaps with a
     prefix. It does not find a threshold on scaled gradients that no scale tried crosses
-    (a flag, a histogram), nor, in parameters alone, changes below their last digit. A
-    leaf whose gradients underflow even at the highest scale is accused: ignore it.
+    (a flag, a histogram), nor what is added to scaled gradients and vanishes beside
+    them. A leaf whose gradients underflow even at the highest scale is accused: name it
+    in `ignore`.
 
     Args:
       step: the training step, best compiled. It returns its new state or changes it in

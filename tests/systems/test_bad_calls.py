@@ -503,10 +503,15 @@ DIAGNOSE = {
         TypeError,
         "functools.partial(function, opt_state=…)",
     ),
-    "assert_scale_invariant: a shared name": (
-        lambda: ols.testing.assert_scale_invariant(shares_names, PARAMS, ignore=()),
+    "assert_scale_invariant: swapped": (
+        lambda: ols.testing.assert_scale_invariant(PARAMS, loss_fn),
         TypeError,
-        "functools.partial(function, ignore=…)",
+        "the first argument is the training step",
+    ),
+    "assert_computes_in: no dtype": (
+        lambda: ols.testing.assert_computes_in(loss_fn, PARAMS),
+        TypeError,
+        "the second argument is the dtype",
     ),
     "swapped": (lambda: ols.diagnose(PARAMS, loss_fn), TypeError, "loss_fn must be"),
     "no scalar": (lambda: ols.diagnose(lambda p: p["w"], PARAMS), TypeError, "reduce"),

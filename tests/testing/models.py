@@ -54,7 +54,7 @@ INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 def step_of(model, x, y, seed, dtype=jnp.float32, inner=INNER):
     """A step of a model on a batch of images, vectors or tokens with labels."""
     tx = ols.with_loss_scale(inner)
-    keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(seed))))
+    keys = {"params": jax.random.key(seed), "dropout": jax.random.key(seed + 1)}
     variables = model.init(keys, x)
     params = jax.tree.map(lambda p: p.astype(dtype), variables.pop("params"))
 

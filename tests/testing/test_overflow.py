@@ -656,7 +656,7 @@ def test_wrong_calls_get_their_own_words(check):
     with pytest.raises(ValueError, match=r"ignore='result\[9\]' names nothing"):
         check(step, PARAMS, state, X, Y, ignore="result[9]")
     none = ols.with_loss_scale(INNER, None)
-    with pytest.raises(ValueError, match="bfloat16|nan_in=2"):
+    with pytest.raises(ValueError, match=r"bfloat16|nan_in=2"):
         check(step, PARAMS, none.init(PARAMS), X, Y)
 
 

@@ -239,7 +239,8 @@ def test_a_mistake_is_found(make, inner, dtype):
         check(jax.jit(step), params, tx.init(params), batch)
     said = str(error.value)
     if make is a_norm_of_scaled_gradients:
-        assert "result[2]['norm']" in said and "result[0]" not in said
+        assert "result[2]['norm']" in said
+        assert "result[0]" not in said
     assert "value_and_scaled_grad" in said or "unscale the gradients first" in said
 
 
@@ -263,7 +264,7 @@ def test_a_mistake_at_the_end_of_a_window_is_found():
     step = jax.jit(step_by_update(tx, loss_fn))
 
     params, state, _ = step(params, tx.init(params), batch)
-    with pytest.raises(AssertionError, match=r"result\[0\]"):
+    with pytest.raises(AssertionError, match=r"gradient_norm"):
         ols.testing.assert_scale_invariant(step, params, state, batch)
 
 
@@ -315,28 +316,20 @@ def test_a_step_that_changes_its_arguments_in_place(right):
     assert trainer["params"] is PARAMS
 
 
-@pytest.mark.parametrize(
-    ("around", "said"),
-    [
-        (
-            lambda tx: optax.chain(optax.trace(0.9), tx),
-            r"result\[1\]\[0\].trace",
-        ),
-        (
-            lambda tx: optax.chain(optax.add_decayed_weights(0.1), tx),
-            r"result\[0\]",
-        ),
-    ],
-)
-def test_other_things_around_the_wrapper_are_found(around, said):
-    tx = around(ols.with_loss_scale(optax.sgd(0.1)))
+@pytest.mark.parametrize("other", [optax.trace(0.9), optax.add_decayed_weights(0.1)])
+def test_of_others_before_the_wrapper_a_state_is_found_and_a_sum_is_not(other):
+    """What is added to scaled gradients vanishes beside them; the library warns of both."""
+    tx = optax.chain(other, ols.with_loss_scale(optax.sgd(0.1)))
 
     def step(params, state):
         _, grads = ols.value_and_scaled_grad(small_loss, state)(params, X)
         return apply(tx, grads, state, params)
 
-    with pytest.raises(AssertionError, match=said):
-        ols.testing.assert_scale_invariant(jax.jit(step), PARAMS, tx.init(PARAMS))
+    if tx.init(PARAMS)[0] == optax.EmptyState():
+        check(jax.jit(step), PARAMS, tx.init(PARAMS))
+        return
+    with pytest.raises(AssertionError, match=r"result\[1\]\[0\].trace"):
+        check(jax.jit(step), PARAMS, tx.init(PARAMS))
 
 
 def test_gradients_that_are_scaled_twice_are_found():
