@@ -198,7 +198,9 @@ MODELS = {
 
 
 @quick("make", MODELS, "imagenet", "gemma")
-def test_modules_that_promote_compute_nothing_in_float16_though_parameters_are_cast(make):
+def test_modules_that_promote_compute_nothing_in_float16_though_parameters_are_cast(
+    make,
+):
     step, *args = make(jnp.float32)
     assert set(ols.dtype_report(step, *args).shares) == {F32}
     computes_in(step, jnp.float32, *args)
