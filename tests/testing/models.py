@@ -100,11 +100,6 @@ def resnet(seed, **options):
     return step_of(ResNet(), *data(seed, (16, 8, 8, 3), 10), seed, **options)
 
 
-def bfloat16(tx):
-    """Its rounding hides the last digits of what each step changes."""
-    return {"dtype": jnp.bfloat16, "inner": ols.with_master_weights(tx)}
-
-
 MODELS = {
     "mlp": mlp,
     "mlp with sgd": lambda seed: mlp(seed, inner=optax.sgd(0.1, 0.9)),
@@ -114,5 +109,7 @@ MODELS = {
     "resnet with sgd": lambda seed: resnet(seed, inner=optax.sgd(0.1, 0.9)),
     "bfloat16 parameters": lambda seed: mlp(seed, dtype=jnp.bfloat16),
     "bfloat16 resnet": lambda seed: resnet(seed, dtype=jnp.bfloat16),
-    "master weights": lambda seed: mlp(seed, **bfloat16(optax.adamw(1e-3))),
+    "master weights": lambda seed: mlp(
+        seed, dtype=jnp.bfloat16, inner=ols.with_master_weights(optax.adamw(1e-3))
+    ),
 }

@@ -46,7 +46,7 @@ def accused(step, *args):
 def linen(
     model, *inputs, dtype=jnp.float16, loss=lambda y: jnp.mean(y.astype(F32) ** 2)
 ):
-    """A training step of a Linen model, with parameters cast to a dtype, and shapes for its arguments."""
+    """A training step of a Linen model that casts its parameters, and shapes of arguments."""
     variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
     params = variables.pop("params")
 
