@@ -204,3 +204,16 @@ def _names_axes(axis_name: AxisName) -> bool:
         return len(set(names)) == len(names)
     except (NameError, TypeError, ValueError):
         return False
+
+
+def varying_axes(x: jax.Array) -> frozenset:
+    """Returns the axes of a `shard_map` along which replicas may have different values.
+
+    JAX tracks these axes only with `check_vma`. Without it, the set is empty.
+    """
+    abstract: Any = jax.typeof(x)
+    if hasattr(abstract, "vma"):
+        return abstract.vma or frozenset()
+    # Since jax 0.10, `manual_axis_type` has replaced `vma`.
+    axes = abstract.manual_axis_type
+    return getattr(axes, "varying", axes) or frozenset()

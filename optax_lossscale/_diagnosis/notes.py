@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.figures import Figures
+from optax_lossscale._diagnosis.names import natural_sort_key
 from optax_lossscale._diagnosis.old_operations import Trait, traits_of
 from optax_lossscale._diagnosis.text import abridged
 from optax_lossscale._programs.values import is_inexact_dtype

@@ -30,6 +30,7 @@ from optax_lossscale._arrays.finite import (
     norm_and_all_finite,
     on_all_replicas,
     reduce_replicas,
+    varying_axes,
 )
 from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._arrays.stateful import choose
@@ -167,8 +168,8 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     decide differently if `should_apply` varies along an axis but the state does not.
     With `check_vma=False`, JAX does not track the axes, so nothing is raised.
     """
-    axes_of_state = _varying_axes(jnp.asarray(state.should_apply))
-    axes_apart = _varying_axes(should_apply) - axes_of_state
+    axes_of_state = varying_axes(jnp.asarray(state.should_apply))
+    axes_apart = varying_axes(should_apply) - axes_of_state
     if axes_apart:
         name = min(map(repr, axes_apart))
         raise ValueError(
@@ -190,8 +191,8 @@ def _check_loss_is_of_all_replicas(value: jax.Array | None, grads: Any) -> None:
     if value is None:
         return
     leaves = filter(is_inexact_leaf, jax.tree.leaves(grads))
-    axes_of_grads = frozenset().union(*map(_varying_axes, leaves))
-    axes_apart = _varying_axes(value) - axes_of_grads
+    axes_of_grads = frozenset().union(*map(varying_axes, leaves))
+    axes_apart = varying_axes(value) - axes_of_grads
     if axes_apart:
         name = min(map(repr, axes_apart))
         raise ValueError(
@@ -206,16 +207,3 @@ _DIFFERENTIATE_THE_MEAN = (
     "Differentiate the mean of the loss, jax.lax.pmean(loss, axis_name), and take no "
     "mean of the gradients: JAX has summed those of replicated parameters already"
 )
-
-
-def _varying_axes(x: jax.Array) -> frozenset:
-    """Returns the axes of a `shard_map` along which replicas may have different values.
-
-    JAX tracks these axes only with `check_vma`. Without it, the set is empty.
-    """
-    abstract: Any = jax.typeof(x)
-    if hasattr(abstract, "vma"):
-        return abstract.vma or frozenset()
-    # Since jax 0.10, `manual_axis_type` has replaced `vma`.
-    axes = abstract.manual_axis_type
-    return getattr(axes, "varying", axes) or frozenset()

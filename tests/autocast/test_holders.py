@@ -1504,12 +1504,11 @@ def test_errors_name_the_users_function_and_arguments():
         ols.autocast(of_a_module)(X, model=model)
 
 
-def test_with_grad_dtype():
+def test_with_parameters_cast_beforehand():
     loss = squared(lambda p, x: block(p, x))
     scale = ols.FixedLossScale(1024)
     exact = jax.grad(loss)(params(), X)
-    grads = ols.value_and_scaled_grad(
-        ols.autocast(loss), scale, grad_dtype=jnp.float16
-    )(params(), X)[1]
+    narrow = jax.tree.map(lambda p: p.astype(F16), params())
+    grads = ols.value_and_scaled_grad(ols.autocast(loss), scale)(narrow, X)[1]
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F16)}
     assert_close(scale.unscale(grads), exact, 0.01)

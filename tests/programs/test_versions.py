@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._arrays.finite import varying_axes
 
 from optax_lossscale._programs import versions
 

@@ -479,6 +479,16 @@ DIAGNOSIS = {
     ),
 }
 DIAGNOSE = {
+    "assert_scale_invariant: swapped": (
+        lambda: ols.testing.assert_scale_invariant(PARAMS, loss_fn),
+        TypeError,
+        "the first argument is the training step",
+    ),
+    "assert_computes_in: no dtype": (
+        lambda: ols.testing.assert_computes_in(loss_fn, PARAMS),
+        TypeError,
+        "the second argument is the dtype",
+    ),
     "swapped": (lambda: ols.diagnose(PARAMS, loss_fn), TypeError, "loss_fn must be"),
     "no scalar": (lambda: ols.diagnose(lambda p: p["w"], PARAMS), TypeError, "reduce"),
     "a pair": (
