@@ -92,7 +92,7 @@ def assert_computes_in(
             number=sum(product.count for product in wrong),
             total=sum(product.count for product in checked),
             dtype=dtype,
-            report=report,
+            rows="\n".join(report.rows_of(wrong)),
             source=wrong[0].source,
         )
         raise AssertionError(message)
@@ -111,7 +111,7 @@ def _is_checked(product: Product, dtype: np.dtype) -> bool:
 
 _WRONG = """\
 {number} of {total} matrix products and convolutions do not compute in {dtype}:
-{report}
+{rows}
 The first of them in the program is at {source}.
 A product computes in the wider dtype of its two operands, or in float32 if one operand
 is float16 and the other is bfloat16.

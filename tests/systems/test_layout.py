@@ -16,7 +16,6 @@ FLOORS = {
     "_arrays": 1,
     "_programs": 2,
     "_scales": 2,
-    "_skips": 2,
     "skips": 2,
     "_autocast": 3,
     "_step": 3,

@@ -387,7 +387,7 @@ def weights(dtype=jnp.float16):
     return jax.ShapeDtypeStruct((4, 4), dtype)
 
 
-def test_it_says_how_many_and_which_operand_was_converted():
+def test_it_says_how_many_and_in_which_dtype():
     def step(w, x):
         return jnp.dot(x, jax.nn.relu(w @ w).astype(x.dtype))
 
@@ -397,7 +397,7 @@ def test_it_says_how_many_and_which_operand_was_converted():
     assert message.startswith(
         "1 of 2 matrix products and convolutions do not compute in float16:"
     )
-    assert "float32 × float16→float32  50.0%  1 dot_general" in message
+    assert "float32  50.0%  1 dot_general" in message
     assert "precision=jax.lax.Precision.HIGHEST" in message
 
 
