@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from optax_lossscale._arrays.finite import varying_axes
 
+from optax_lossscale._arrays.finite import varying_axes
 from optax_lossscale._programs import versions
 
 X = jnp.arange(4.0)
