@@ -56,8 +56,10 @@ def test_each_frameworks_program_runs(program):
 RECIPES += blocks("docs/integrations.md")  # which continue the same program
 NAMES = [
     "accumulation",
+    "accumulation by hand",
     "clipping",
     "checkpoint",
+    "msgpack",
     "gpus",
     "frozen",
     "inner",
