@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
+from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 
 

@@ -1,8 +1,7 @@
 """The loss scale that measures the largest gradient and stays below overflow.
 
-The *exponent* of a gradient is the least integer for which the gradient is below
-`2**exponent`. Float16 overflows at 2**16, so for a largest gradient of exponent -8 and
-a margin of 1 bit, the scale is 2**(16 - 1 + 8) = 2**23.
+The *exponent* of a gradient is the least integer for which it is below `2**exponent`.
+Float16 overflows at 2**16: for an exponent of -8, 2**(16 + 8) would just overflow.
 """
 
 import math
@@ -15,11 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.finite import AxisName, largest, reduce_replicas
+from optax_lossscale._arrays.finite import largest
+from optax_lossscale._arrays.replicas import AxisName, reduce_replicas
 from optax_lossscale._arrays.stateful import choose, state_field
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
-
-_LARGEST_EXPONENT = math.log2(LARGEST_SCALE)
 
 
 class HeadroomLossScale(LossScale):
@@ -35,9 +33,8 @@ class HeadroomLossScale(LossScale):
             bound = max(exponent of largest_gradient, bound - 1 / memory)
         loss_scale = 2 ** floor(16 - margin - bound), at least min_scale
 
-    No recent gradient exceeded `2**bound`. The first bound is the one that the initial
-    scale fits. Only the gradients of parameters are measured: if those inside the model
-    are larger, each overflow lowers the scale by a bit.
+    The first bound is the one that the initial scale fits. Only the gradients of
+    parameters are measured: if others are larger, each overflow lowers it by a bit.
 
     Args:
       initial_scale: the loss scale before the first step, from `min_scale` to 2**60,
@@ -54,8 +51,6 @@ class HeadroomLossScale(LossScale):
 
     Raises:
       ValueError: for an argument outside the ranges above.
-
-    Source: a new rule, inspired by OpenSeq2Seq's `LogMaxScaler`.
 
     Example:
       A gradient of 1024, which has the exponent 11, leaves 16 - 1 - 11 = 4 bits:
@@ -112,9 +107,9 @@ class HeadroomLossScale(LossScale):
 
     def _below(self, bound: jax.Array) -> Self:
         """Returns the loss scale that keeps gradients below `2**bound` from overflow."""
-        headroom = self._headroom()
-        bound = jnp.clip(bound, headroom - _LARGEST_EXPONENT, headroom - self._floor())
-        exponent = jnp.floor(headroom - bound).astype(jnp.int32)
+        least = self._headroom() - math.log2(LARGEST_SCALE)
+        bound = jnp.clip(bound, least, self._headroom() - self._floor())
+        exponent = jnp.floor(self._headroom() - bound).astype(jnp.int32)
         # `exp2` is inexact: on CPU, it often does not return a power of two.
         return self.replace(bound=bound, loss_scale=jnp.ldexp(jnp.float32(1), exponent))
 

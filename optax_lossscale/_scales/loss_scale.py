@@ -38,8 +38,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.finite import AxisName, all_finite, on_all_replicas
+from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.precision import T, map_inexact
+from optax_lossscale._arrays.replicas import AxisName, on_all_replicas
 from optax_lossscale._arrays.stateful import Stateful, state_field
 
 SMALLEST_SCALE = 2.0**-60

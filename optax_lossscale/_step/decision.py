@@ -25,14 +25,14 @@ import optax
 from jax import lax
 
 from optax_lossscale._arrays.checks import LARGEST_FLOAT32, as_flag, check_successor
-from optax_lossscale._arrays.finite import (
+from optax_lossscale._arrays.finite import norm_and_all_finite
+from optax_lossscale._arrays.precision import is_inexact_leaf
+from optax_lossscale._arrays.replicas import (
     AxisName,
-    norm_and_all_finite,
     on_all_replicas,
     reduce_replicas,
     varying_axes,
 )
-from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._arrays.stateful import choose
 from optax_lossscale._scales.loss_scale import LossScale, within_bounds
 from optax_lossscale._step.inputs import StepInputs

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import strongly_typed
+from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip

@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.checks import refuse
-from optax_lossscale._arrays.finite import AxisName
+from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
