@@ -47,7 +47,7 @@ def train(loss_scale, weight):
     return int(state.skipped_steps), float(jnp.stack(shares).mean())
 
 
-@functools.partial(ols.autocast, argnums=1)
+@ols.autocast
 def loss_fn(weight, params, tokens):
     """The loss as it is differentiated."""
     return demo.loss(params, tokens) * weight

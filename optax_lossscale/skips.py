@@ -20,12 +20,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.stateful import (
-    Stateful,
-    as_flag,
-    check_successor,
-    state_field,
-)
+from optax_lossscale._arrays.stateful import Stateful, state_field
 
 __all__ = ["SkipRule", "spikes", "threshold"]
 
@@ -141,8 +136,8 @@ class SkipRule(Stateful):
                 f"such as (self, norm < 10.0), got {checks.shown(decided)}"
             )
         rule, should_apply = decided
-        check_successor(rule, self, "decide")
-        should_apply = as_flag(should_apply, self, "decide")
+        checks.check_successor(rule, self, "decide")
+        should_apply = checks.as_flag(should_apply, self, "decide")
         # A norm of 0 does not show that steps with other norms are applied.
         paid_off = jnp.where(
             norm > 0, jnp.maximum(rule.skip_debt - 1, 0), rule.skip_debt

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the words of errors and warnings.
+"""Checks of arguments, and what errors and warnings are made of.
 
 For example::
 
@@ -15,7 +15,8 @@ import reprlib
 import textwrap
 import traceback
 import warnings
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +147,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
         return None
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether a value is a function rather than a tree that can be called.
 
     An Equinox module, for example, is a tree that can be called.
@@ -173,3 +174,35 @@ def check_concrete(name: str, tree: Any) -> None:
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
             "what the compiled step returned"
         )
+
+
+def check_successor(new: Any, old: Any, method: str) -> None:
+    """Raises a `TypeError` unless `new` may replace `old` in the state of a step.
+
+    A user's `method` has returned `new`. It must have the class and configuration of
+    `old`, and state of the same shapes. Dtypes are not checked.
+    """
+    is_like_old = jax.tree.structure(new) == jax.tree.structure(old) and (
+        list(map(np.shape, jax.tree.leaves(new)))
+        == list(map(np.shape, jax.tree.leaves(old)))
+    )
+    if not is_like_old:
+        raise TypeError(
+            f"the {old._kind} that {type(old).__name__}.{method} returns must have the "
+            "class and configuration of the old one, and state of the same shapes. "
+            f"Make it with self.replace(…). Got {shown(new)}"
+        )
+
+
+def as_flag(flag: Any, owner: Any, method: str) -> jax.Array:
+    """Converts the flag that a user's `method` of `owner` returned to a bool, shape ().
+
+    Raises a `TypeError` if the flag has axes.
+    """
+    flag = jnp.asarray(flag, bool)
+    if flag.shape:
+        raise TypeError(
+            f"{method} of {type(owner).__name__} must return one flag for the step, of "
+            f"shape (), got shape {flag.shape}. Reduce it with jnp.all"
+        )
+    return flag

@@ -2,7 +2,8 @@
 
 A step whose gradients contain a NaN or an infinity is skipped, so each step reads all
 of its gradients once before it applies any. That read is the cost of the check. The
-same read yields the norm of the gradients, or the largest of them.
+same read yields the norm of the gradients; a loss scale that wants the largest of them
+takes one more on a CPU.
 
 XLA decides how often the gradients are read. Its compilers for GPU and TPU fuse several
 reductions of one array into one pass. Its compiler for CPU makes of a reduction with
@@ -12,11 +13,11 @@ pairs of a number and a flag (`_in_pairs`), and elsewhere number and flag are re
 apart (`_apart`). docs/benchmarks/findings.md has the measurements.
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
-reduction needs. Under `pmap` and `shard_map`, the check reads the arrays of only one
-replica, and `reduce_replicas` then reduces the results of all replicas to one.
+reduction needs. Under `pmap` and `shard_map`, the check reads the arrays of one replica
+alone; `replicas.py` reduces the results of all to one.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,9 +29,6 @@ from jax.sharding import AxisType
 
 from optax_lossscale._arrays.checks import LARGEST_FLOAT32
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
-
-AxisName = Hashable
-"""The name of a mapped axis or a tuple of such names."""
 
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
 """An operation on two numbers with the neutral element 0: `lax.add` or `lax.max`."""
@@ -163,43 +161,3 @@ def _is_on_several_devices(x: jax.Array) -> bool:
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
-
-
-# --- reductions over replicas ---
-
-
-def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Whether a flag is True on every replica along the named axes; bool, shape ()."""
-    if axis_name in (None, ()):
-        return flag
-    return reduce_replicas(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
-
-
-def reduce_replicas(
-    reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName | None
-) -> jax.Array:
-    """Reduces `x` over the replicas along the named axes, with `lax.pmin` or the like.
-
-    Returns `x` itself if no axis is named. Raises a `ValueError` if a name is given
-    twice or names no axis of an enclosing `pmap` or `shard_map`.
-    """
-    if axis_name in (None, ()):
-        return x
-    if not _names_axes(axis_name):
-        raise ValueError(
-            f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
-            "this step, nor a tuple of such axes without repetition. Under jit alone, "
-            "leave axis_name out: the check already covers all devices"
-        )
-    return reduce(x, axis_name)
-
-
-def _names_axes(axis_name: AxisName) -> bool:
-    """Whether each name is that of an enclosing `pmap` or the like, and none twice."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    try:
-        # For an unknown name, this raises where a reduction would fail an assertion.
-        lax.axis_size(names)
-        return len(set(names)) == len(names)
-    except (NameError, TypeError, ValueError):
-        return False

@@ -26,7 +26,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import checks
+from optax_lossscale._arrays.checks import check_concrete, shown
 from optax_lossscale._arrays.precision import T, dtype_of
 
 _DTYPE_OF_PYTHON_NUMBER = {bool: np.bool_, int: np.int32, float: np.float32}
@@ -87,16 +87,11 @@ class Stateful(abc.ABC):
 
     Two instances are equal if they have the same class, configuration and state. `==`
     waits for the device, or raises a `TypeError` if the state is traced.
-
-    Attributes:
-      _kind: "loss scale" or "skip rule", for errors.
-      _state_names: the names of the state fields, in order.
-      _static_names: the names of the configuration fields, in order.
     """
 
-    _kind: ClassVar[str]
+    _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors
     _state_names: ClassVar[list[str]]
-    _static_names: ClassVar[list[str]]
+    _static_names: ClassVar[list[str]]  # of the configuration
 
     def __init_subclass__(cls, **kwargs: Any):
         """Makes a subclass a frozen dataclass and registers it as a pytree."""
@@ -109,7 +104,7 @@ class Stateful(abc.ABC):
             cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
 
-    def __post_init__(self):
+    def __post_init__(self):  # noqa: B027
         """Checks the configuration; a subclass that overrides this must call it."""
 
     def __eq__(self, other: object) -> bool:
@@ -117,7 +112,7 @@ class Stateful(abc.ABC):
             return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
-        checks.check_concrete("==", (self, other))
+        check_concrete("==", (self, other))
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))
 
     def __hash__(self) -> int:
@@ -140,17 +135,8 @@ class Stateful(abc.ABC):
     def replace(self, **state: ArrayLike) -> Self:
         """Returns a copy with new values of some state fields.
 
-        The new values are cast to the dtypes of the old ones, so that the step is not
-        compiled again.
-
-        Args:
-          **state: the new values by field name: numbers or arrays, also traced ones.
-
-        Returns:
-          The copy. All other fields are unchanged.
-
-        Raises:
-          TypeError: for a name that is not a state field.
+        Numbers and arrays are cast to the dtypes of the old values, so that the step is
+        not compiled again. A name that is not a state field is a `TypeError`.
         """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -167,11 +153,8 @@ class Stateful(abc.ABC):
     def get_config(self) -> dict[str, Any]:
         """Returns the class name and the configuration, as a dict for `from_config`.
 
-        The dict does not contain the state.
-
-        Returns:
-          A dict with the keys "class_name" and "config". It can be stored as JSON for a
-          class of this library, and for a class of your own if its field values can be.
+        It does not contain the state. It can be stored as JSON if the values of the
+        configuration can, as those of this library's classes.
         """
         fields = dataclasses.fields(self)
         config = {f.name: getattr(self, f.name) for f in fields if f.init}
@@ -184,15 +167,10 @@ class Stateful(abc.ABC):
         Args:
           config: `{"class_name": …, "config": {…}}`, with the name of this class or of
             a subclass. If several classes have the name, the last one defined is built.
-            A class of yours with the name of a class of this library is named with its
-            module, as in `my_module.DynamicLossScale`.
-
-        Returns:
-          An instance of that class, in its initial state.
 
         Raises:
-          ValueError: if `config` is malformed, or the class is unknown.
-          ValueError: if a key of the inner dict is unknown or missing.
+          ValueError: if `config` is malformed, the class is unknown, or a key of the
+            inner dict is unknown or missing.
 
         Example:
           >>> import optax_lossscale as ols
@@ -209,22 +187,19 @@ class Stateful(abc.ABC):
                 return _construct(class_of_name[name], arguments)
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
-            f"'config', as from get_config(), got {checks.shown(config)}. The known "
+            f"'config', as from get_config(), got {shown(config)}. The known "
             f"classes are {', '.join(sorted(class_of_name))}. Import the module that "
             "defines yours first"
         )
 
     def _configuration(self) -> tuple[tuple[str, Any], ...]:
-        """Returns the names and values of the configuration fields."""
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten(self) -> tuple[Any, Any]:
-        """Returns the state and the configuration, faster than with keys."""
         state = [getattr(self, name) for name in self._state_names]
         return state, self._configuration()
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
-        """Returns the state, as leaves with keys, and the configuration."""
         state, configuration = self._flatten()
         keys = map(GetAttrKey, self._state_names)
         return list(zip(keys, state, strict=True)), configuration
@@ -236,38 +211,6 @@ class Stateful(abc.ABC):
         self._set(**dict(configuration))
         self._set(**dict(zip(cls._state_names, state, strict=True)))
         return self
-
-
-def check_successor(new: Any, old: Stateful, method: str) -> None:
-    """Raises a `TypeError` unless `new` may replace `old` in the state of a step.
-
-    A user's `method` has returned `new`. It must have the class and configuration of
-    `old`, and state of the same shapes. Dtypes are not checked.
-    """
-    is_like_old = jax.tree.structure(new) == jax.tree.structure(old) and (
-        list(map(np.shape, jax.tree.leaves(new)))
-        == list(map(np.shape, jax.tree.leaves(old)))
-    )
-    if not is_like_old:
-        raise TypeError(
-            f"the {old._kind} that {type(old).__name__}.{method} returns must have the "
-            "class and configuration of the old one, and state of the same shapes. "
-            f"Make it with self.replace(…). Got {checks.shown(new)}"
-        )
-
-
-def as_flag(flag: Any, owner: Stateful, method: str) -> jax.Array:
-    """Converts the flag that a user's `method` of `owner` returned to a bool, shape ().
-
-    Raises a `TypeError` if the flag has axes.
-    """
-    flag = jnp.asarray(flag, bool)
-    if flag.shape:
-        raise TypeError(
-            f"{method} of {type(owner).__name__} must return one flag for the step, of "
-            f"shape (), got shape {flag.shape}. Reduce it with jnp.all"
-        )
-    return flag
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
@@ -287,7 +230,7 @@ def _construct(cls: Callable[..., Any], config: Any) -> Any:
         keys = ", ".join(signature.parameters)
         raise ValueError(
             f"the config of {cls.__name__} must be a dict with keys among {keys}, got "
-            f"{checks.shown(config)}. Keys without a default are required"
+            f"{shown(config)}. Keys without a default are required"
         ) from error
     return cls(**config)
 

@@ -133,26 +133,26 @@ def with_small_names(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     producers = producers_of(eqns)
     moved = []
     for eqn in eqns:
-        (named,) = variables(eqn.invars) if name_of(eqn) == "name" else [None]
-        of_named = sources.get(named)
-        if of_named is None or _count_bytes(of_named) == _count_bytes([named]):
+        named = variables(eqn.invars) if name_of(eqn) == "name" else []
+        of_named = [sources.get(v, {v}) for v in named]
+        if not named or _count_bytes(*of_named) == _count_bytes(named):
             moved.append(eqn)
             continue
-        new = {v: v for v in of_named}
+        new = {v: v for v in of_named[0]}
         for v in new.keys() & producers.keys():
             new[v] = Var(v.aval)
             moved.append(eqn.replace(invars=[v], outvars=[new[v]]))
-        for cheap in cone_of([named], new, producers).eqns:
+        for cheap in cone_of(named, new, producers).eqns:
             invars = [v if isinstance(v, Literal) else new[v] for v in cheap.invars]
             for v in cheap.outvars:
-                new[v] = eqn.outvars[0] if v is named else Var(v.aval)
+                new[v] = eqn.outvars[0] if v in named else Var(v.aval)
             outvars = [new[v] for v in cheap.outvars]
             moved.append(cheap.replace(invars=invars, outvars=outvars))
     return moved
 
 
 def _count_bytes(values: Iterable[Var]) -> int:
-    return sum(size_of(v.aval) * getattr(v.aval.dtype, "itemsize", 8) for v in values)
+    return sum(size_of(v.aval) * getattr(dtype_in(v), "itemsize", 8) for v in values)
 
 
 # --- The program as a function ---
@@ -273,11 +273,11 @@ class _Recompute:
                     results = self._results(eqn, read(eqn.invars))
                     values.update(zip(eqn.outvars, results, strict=True))
                 elif not stored.isdisjoint(eqn.outvars):
+                    cone = cone_of(eqn.outvars, values, producers)
                     results = read(eqn.outvars)
-                    if name_of(eqn) == "convert_element_type":
-                        # Else XLA would leave out a rounding for those who cast the
-                        # value back, and store it in float32 as well.
-                        results = lax.optimization_barrier(results)
+                    if _rounds(cone):
+                        with at_line_of(eqn):
+                            results = lax.optimization_barrier(results)
                     values.update(zip(eqn.outvars, results, strict=True))
             return read(outs)
 
@@ -312,27 +312,27 @@ class _Recompute:
         for v in targets:
             is_computed = _is_worth_recomputing(cone_of([v], values, producers).eqns)
             (computed if is_computed else others).append(v)
-        results = {}
-        for some in filter(None, [computed, others]):
-            cone = cone_of(some, values, producers)
-            function = self._checkpointed(cone) if some is computed else cone
-            arrays = function([values[v] for v in cone.inputs])
-            results.update(zip(some, arrays, strict=True))
+        cone = cone_of(others, values, producers)
+        results = dict(zip(others, cone(_read(cone.inputs, values)), strict=True))
+        if computed:
+            cone = cone_of(computed, values, producers)
+            with at_line_of(cone.eqns[-1]):
+                arrays = self._checkpointed(cone)(_read(cone.inputs, values))
+            results.update(zip(computed, arrays, strict=True))
         return results
 
     def _checkpointed(self, cone: _Cone) -> Function:
         """Returns a cone under a checkpoint, which JAX traces once for cones alike."""
-        key = cone.key()
+        key: Hashable = cone.key()
         try:
-            known = self._cones.get(key)
-        except TypeError:  # not hashable
-            key, known = id(cone), None
-        if known is None:
-            known = jax.checkpoint(
+            hash(key)
+        except TypeError:
+            key = id(cone)  # which the checkpoint keeps alive
+        if key not in self._cones:
+            self._cones[key] = jax.checkpoint(
                 cone.__call__, prevent_cse=self._prevent_cse, policy=_policy(cone)
             )
-            self._cones[key] = known
-        return known
+        return self._cones[key]
 
 
 def _as_it_is(program: AnyJaxpr) -> Function:
@@ -340,6 +340,16 @@ def _as_it_is(program: AnyJaxpr) -> Function:
     eqns, ins, outs, consts = flat(program)
     cone = _Cone(with_small_names(eqns), [*consts, *ins], outs)
     return lambda args: cone([*consts.values(), *args])
+
+
+def _rounds(cone: _Cone) -> bool:
+    """Whether a barrier is to follow a cone whose result is stored.
+
+    Else XLA would leave out a rounding for those who cast the value back, and store it
+    in float32 as well.
+    """
+    is_cast = name_of(cone.eqns[-1]) == "convert_element_type"
+    return is_cast and _is_worth_recomputing(cone.eqns)
 
 
 def _is_worth_recomputing(eqns: Iterable[JaxprEqn]) -> bool:

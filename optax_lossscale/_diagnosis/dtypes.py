@@ -10,7 +10,7 @@ where half of all multiplications are in a product that is computed in float32.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ class DtypeReport(NamedTuple):
             f"  {share:.1%} of the multiplications in {dtype}"
             for dtype, share in self.shares.items()
         ]
+        return "\n".join([title, *totals, "by line:", *self.rows_of(self.products)])
+
+    def rows_of(self, products: Iterable[Product]) -> list[str]:
+        """Returns a line of the table for each of some products, the largest first."""
         by_size = attrgetter("multiplications")
         total = max(sum(map(by_size, self.products)), 1)
         rows = [
@@ -102,9 +106,9 @@ class DtypeReport(NamedTuple):
                 f"{product.count} {product.primitive}",
                 product.source + (", by choice" if product.by_choice else ""),
             )
-            for product in sorted(self.products, key=by_size, reverse=True)
+            for product in sorted(products, key=by_size, reverse=True)
         ]
-        return "\n".join([title, *totals, "by line:", *aligned(rows)])
+        return aligned(rows)
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:

@@ -10,26 +10,25 @@ For example, these are the equations of a function that calls a jitted one:
     >>> import jax, jax.numpy as jnp
     >>> from optax_lossscale._programs.flat import flat
     >>> from optax_lossscale._programs.versions import name_of
-    >>> from optax_lossscale._programs.work import is_cheap, is_product
+    >>> from optax_lossscale._programs.products import is_product
     >>> x = jnp.ones((4, 4))
     >>> program = jax.make_jaxpr(lambda x: jax.jit(jnp.exp)(x @ x))(x)
     >>> for eqn in flat(program).eqns:
-    ...     print(name_of(eqn), is_product(eqn), is_cheap(eqn))
-    dot_general True False
-    exp False True
+    ...     print(name_of(eqn), is_product(eqn))
+    dot_general True
+    exp False
 
 Read the files in this order:
 
-- `operations.py`: the table of operations, with the traits of each.
+- `operations.py`: sets of operations, one for each question that is asked of them.
 - `versions.py`: what is known to differ in programs between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `walk.py`: the programs in an equation, and the values that a value depends on.
 - `cached.py`: results for a program, computed once.
-- `work.py`: which equations are products, which are cheap, and how much they compute.
+- `products.py`: which equations are products, and how much they multiply.
 - `lines.py`: the line of the user's code that made an equation.
-- `flat.py`: a program with its short calls, or all of its calls, inlined.
+- `flat.py`: a program with its short calls inlined.
 - `enter.py`: an equation such as a `scan`, run with its inner programs replaced.
-- `keys.py`: keys that are equal for equations that do the same computation.
 - `call.py`: a call of any function, traced into a program from arrays to arrays.
 - `nnx.py`: Flax NNX objects, which a function may change, carried through that trace.
 """

@@ -85,7 +85,7 @@ def as_program(
             functools.update_wrapper(fun_of_arrays, fun)
         as_traced = functools.partial(_as_traced, low=low)
         wide_args, wide_kwargs = jax.tree.map(as_traced, inputs)
-        with AUTOCAST_DTYPE(low):
+        with AUTOCAST_DTYPE(low), nnx.refusals_explained():
             trace = jax.make_jaxpr(fun_of_arrays, return_shape=True)
             program, (changed, _) = trace(*wide_args, **wide_kwargs)
 

@@ -18,6 +18,7 @@ return their arguments.
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,21 @@ def changes_kept() -> contextlib.AbstractContextManager[Any]:
     if nnx is None:
         return contextlib.nullcontext()
     return nnx.update_context(_TAG)
+
+
+@contextlib.contextmanager
+def refusals_explained() -> Iterator[None]:
+    """Returns a context in which NNX's refusal to change an object says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(
+                "optax_lossscale traces this function: pass it every NNX object that "
+                "it changes as an argument, instead of closing over it, as "
+                "docs/frameworks.md shows under Flax NNX"
+            )
+        raise
 
 
 def split(tree: Any) -> Any:

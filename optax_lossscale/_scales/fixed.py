@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
+from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 
 
@@ -72,17 +72,18 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        is_one = (
-            self.initial_scale == 1
-        )  # floats of 16 bits become float32 all the same
-        return map_inexact(jnp.asarray, tree) if is_one else super().scale(tree)
+        return super().scale(tree) if self.initial_scale != 1 else _widened(tree)
 
     def unscale(self, tree: T) -> T:
-        is_one = self.initial_scale == 1
-        return map_inexact(jnp.asarray, tree) if is_one else super().unscale(tree)
+        return super().unscale(tree) if self.initial_scale != 1 else _widened(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _upper_bound(self) -> float:
         return self.initial_scale
+
+
+def _widened(tree: T) -> T:
+    """Converts floats of 16 bits or fewer to float32, as any other scale does."""
+    return map_inexact(jnp.asarray, tree)

@@ -1,8 +1,7 @@
 """The loss scale that measures the largest gradient and stays below overflow.
 
-The *exponent* of a gradient is the least integer for which the gradient is below
-`2**exponent`. Float16 overflows at 2**16, so for a largest gradient of exponent -8 and
-a margin of 1 bit, the scale is 2**(16 - 1 + 8) = 2**23.
+The *exponent* of a gradient is the least integer for which it is below `2**exponent`.
+Float16 overflows at 2**16: for an exponent of -8, 2**(16 + 8) would just overflow.
 """
 
 import math
@@ -15,12 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.finite import AxisName, largest, reduce_replicas
+from optax_lossscale._arrays.finite import largest
+from optax_lossscale._arrays.replicas import AxisName, reduce_replicas
 from optax_lossscale._arrays.stateful import choose, state_field
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
-
-
-_LARGEST_EXPONENT = math.log2(LARGEST_SCALE)
 
 
 class HeadroomLossScale(LossScale):
@@ -36,16 +33,16 @@ class HeadroomLossScale(LossScale):
             bound = max(exponent of largest_gradient, bound - 1 / memory)
         loss_scale = 2 ** floor(16 - margin - bound), at least min_scale
 
-    No recent gradient exceeded `2**bound`. The first bound is the one that the initial
-    scale fits. Only the gradients of parameters are measured: if those inside the model
-    are larger, each overflow lowers the scale by a bit.
+    The first bound is the one that the initial scale fits. Only the gradients of
+    parameters are measured: if others are larger, each overflow lowers it by a bit.
 
     Args:
-      initial_scale: the loss scale before the first step, from 2**-60 to 2**60, rounded
-        down to a power of two.
+      initial_scale: the loss scale before the first step, from `min_scale` to 2**60,
+        rounded to a power of two: down, unless that is below `min_scale`.
       margin: how many bits to leave between the largest gradient and overflow, from 0
         to 24. With more bits, fewer steps overflow, but more gradients underflow.
-      memory: in how many steps a bound that no gradient reaches falls by a bit.
+      memory: in how many steps a bound that no gradient reaches falls by a bit, from 1
+        to 2**16.
       min_scale: the floor. Far below 1, batches that fail by themselves lower the scale
         without need, unless their loss, which is not finite, is passed as `value`.
 
@@ -54,8 +51,6 @@ class HeadroomLossScale(LossScale):
 
     Raises:
       ValueError: for an argument outside the ranges above.
-
-    Source: a new rule, inspired by OpenSeq2Seq's `LogMaxScaler`.
 
     Example:
       A gradient of 1024, which has the exponent 11, leaves 16 - 1 - 11 = 4 bits:
@@ -76,7 +71,7 @@ class HeadroomLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         self._check("margin", checks.integer, 0, 24)
-        self._check("memory", checks.integer, 1)
+        self._check("memory", checks.integer, 1, 2**16)
         self._check("min_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
         self._check("initial_scale", checks.number, self.min_scale, LARGEST_SCALE)
         exponent = max(math.floor(math.log2(self.initial_scale)), self._floor())
@@ -93,8 +88,8 @@ class HeadroomLossScale(LossScale):
         _, exponent = jnp.frexp(magnitude)
         fallen = self.bound - 1 / self.memory
         measured = jnp.maximum(exponent.astype(jnp.float32), fallen)
-        after_finite_step = choose(magnitude > 0, self._below(measured), self)
-        return choose(finite, after_finite_step, self._after_overflow()), finite
+        bound = jnp.where(magnitude > 0, measured, self.bound)
+        return choose(finite, self._below(bound), self._after_overflow()), finite
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Halves the scale on overflow, and doubles it with every `memory` finite steps."""
@@ -112,9 +107,9 @@ class HeadroomLossScale(LossScale):
 
     def _below(self, bound: jax.Array) -> Self:
         """Returns the loss scale that keeps gradients below `2**bound` from overflow."""
-        headroom = self._headroom()
-        bound = jnp.clip(bound, headroom - _LARGEST_EXPONENT, headroom - self._floor())
-        exponent = jnp.floor(headroom - bound).astype(jnp.int32)
+        least = self._headroom() - math.log2(LARGEST_SCALE)
+        bound = jnp.clip(bound, least, self._headroom() - self._floor())
+        exponent = jnp.floor(self._headroom() - bound).astype(jnp.int32)
         # `exp2` is inexact: on CPU, it often does not return a power of two.
         return self.replace(bound=bound, loss_scale=jnp.ldexp(jnp.float32(1), exponent))
 

@@ -38,9 +38,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._arrays.finite import AxisName, all_finite, on_all_replicas
+from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.precision import T, map_inexact
-from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
+from optax_lossscale._arrays.replicas import AxisName, on_all_replicas
+from optax_lossscale._arrays.stateful import Stateful, state_field
 
 SMALLEST_SCALE = 2.0**-60
 LARGEST_SCALE = 2.0**60
@@ -160,7 +161,7 @@ class LossScale(Stateful):
     def _adjusted(self, grads_finite: ArrayLike) -> Self:
         """Returns what `adjust` returns, checked, with the scale within its bounds."""
         new = self.adjust(grads_finite)
-        check_successor(new, self, "adjust")
+        checks.check_successor(new, self, "adjust")
         return within_bounds(new)
 
     def exhausted(self) -> jax.Array:

@@ -21,5 +21,6 @@ trains 16-bit parameters in float32.
 A few words have one meaning in all of these files. The *inner* optimizer is the one
 that `with_loss_scale` wraps. Gradients are *scaled* until they are divided by the loss
 scale, then *unscaled*. A step is *finite* if its gradients, their norm and its loss
-contain no NaN and no infinity. A step is *applied* if the inner optimizer may change the parameters; otherwise it is *skipped*.
+contain no NaN and no infinity. A step is *applied* if the inner optimizer may change
+the parameters; otherwise it is *skipped*.
 """

@@ -24,14 +24,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._arrays.checks import LARGEST_FLOAT32
-from optax_lossscale._arrays.finite import (
+from optax_lossscale._arrays.checks import LARGEST_FLOAT32, as_flag, check_successor
+from optax_lossscale._arrays.finite import norm_and_all_finite
+from optax_lossscale._arrays.precision import is_inexact_leaf
+from optax_lossscale._arrays.replicas import (
     AxisName,
-    norm_and_all_finite,
     on_all_replicas,
     reduce_replicas,
+    varying_axes,
 )
-from optax_lossscale._arrays.stateful import as_flag, check_successor, choose
+from optax_lossscale._arrays.stateful import choose
 from optax_lossscale._scales.loss_scale import LossScale, within_bounds
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState
@@ -65,18 +67,21 @@ def decide_step(
         if should_apply is True:
             # The counts stay as they were, so that they cost the step nothing.
             return True, new_state
-        return should_apply, _count(new_state, should_apply)
+        flag = jnp.asarray(should_apply)
+        return flag, _count(new_state, flag)
 
+    _check_loss_is_of_all_replicas(value, grads)
     norm, finite = _norm_and_finite(grads, axis_name)
-    adapted, finite = _adapt(state.loss_scale, grads, finite, axis_name)
+    adapted, allows = _adapt(state.loss_scale, grads, finite, axis_name)
+    grads_pass = finite & allows
     loss_finite = True
     if value is not None:
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    should_apply = finite & jnp.isfinite(norm) & loss_finite
+    should_apply = grads_pass & jnp.isfinite(norm) & loss_finite
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _run_rule(rule, norm, value, should_apply, axis_name)
-    scale_adapts = loss_finite & (should_apply | ~finite)
+    scale_adapts = loss_finite & (should_apply | ~grads_pass)
     new_state = state._replace(
         loss_scale=choose(scale_adapts, adapted, state.loss_scale),
         gradient_norm=norm,
@@ -104,16 +109,15 @@ def _norm_and_finite(
 
 def _adapt(
     loss_scale: LossScale, grads: Any, finite: jax.Array, axis_name: AxisName | None
-) -> tuple[LossScale, jax.Array]:
-    """Returns the next loss scale, and whether it takes the gradients to be finite.
+) -> tuple[LossScale, Flag]:
+    """Returns the next loss scale, and whether the current one allows the step.
 
     A loss scale that has no `update` of its own is given the flag: its `update` would
     check the gradients again, only to pass the same flag to `adjust`.
     """
     if type(loss_scale).update is LossScale.update:
-        return loss_scale._adjusted(finite), finite
-    new, allows = _update(loss_scale, grads, axis_name)
-    return new, finite & allows
+        return loss_scale._adjusted(finite), True
+    return _update(loss_scale, grads, axis_name)
 
 
 def _update(
@@ -164,8 +168,8 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     decide differently if `should_apply` varies along an axis but the state does not.
     With `check_vma=False`, JAX does not track the axes, so nothing is raised.
     """
-    axes_of_state = _varying_axes(jnp.asarray(state.should_apply))
-    axes_apart = _varying_axes(should_apply) - axes_of_state
+    axes_of_state = varying_axes(jnp.asarray(state.should_apply))
+    axes_apart = varying_axes(should_apply) - axes_of_state
     if axes_apart:
         name = min(map(repr, axes_apart))
         raise ValueError(
@@ -173,18 +177,33 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
             "would each decide alone whether to apply the step, by their own gradients "
             "or loss. Let them decide together, with_loss_scale(…, "
             f"axis_name={name}), or give each replica its own state, which varies "
-            "along this axis"
+            f"along this axis. {_DIFFERENTIATE_THE_MEAN}"
         )
 
 
-def _varying_axes(x: jax.Array) -> frozenset:
-    """Returns the axes of a `shard_map` along which replicas may have different values.
+def _check_loss_is_of_all_replicas(value: jax.Array | None, grads: Any) -> None:
+    """Raises if the loss is one replica's, but the gradients are those of all.
 
-    JAX tracks these axes only with `check_vma`. Without it, the set is empty.
+    Under `shard_map`, JAX sums the gradients of replicated parameters over the
+    replicas. If the loss still varies along an axis, nobody has divided by their
+    number. With `check_vma=False`, JAX does not track the axes, so nothing is raised.
     """
-    abstract: Any = jax.typeof(x)
-    if hasattr(abstract, "vma"):
-        return abstract.vma or frozenset()
-    # Since jax 0.10, `manual_axis_type` has replaced `vma`.
-    axes = abstract.manual_axis_type
-    return getattr(axes, "varying", axes) or frozenset()
+    if value is None:
+        return
+    leaves = filter(is_inexact_leaf, jax.tree.leaves(grads))
+    axes_of_grads = frozenset().union(*map(varying_axes, leaves))
+    axes_apart = varying_axes(value) - axes_of_grads
+    if axes_apart:
+        name = min(map(repr, axes_apart))
+        raise ValueError(
+            f"the loss differs from replica to replica along the axis {name} of a "
+            f"shard_map, but the gradients do not. {_DIFFERENTIATE_THE_MEAN}. If these "
+            "are a mean of each replica's own already, pass the mean of the loss as "
+            "value; a share of a loss that is meant to be summed is not passed at all"
+        )
+
+
+_DIFFERENTIATE_THE_MEAN = (
+    "Differentiate the mean of the loss, jax.lax.pmean(loss, axis_name), and take no "
+    "mean of the gradients: JAX has summed those of replicated parameters already"
+)

@@ -59,8 +59,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       TypeError: if the loss is not a real floating-point scalar.
       ValueError: if `loss_scale` is none of these, or a stack of several models' loss
         scales or states.
-      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects, or in which
-        another transformation comes after `with_master_weights`.
+      ValueError: if `loss_scale` is a state that `get_loss_scale` rejects.
 
     Warns:
       UserWarning: if the loss is float16 and the loss scale may reach 65520, which is
@@ -110,51 +109,50 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, but returns the gradients of the scaled loss.
 
-        The loss is multiplied by the loss scale before it is differentiated, so that small
-        gradients do not underflow in float16. Call this inside the training step, with the
-        current state: a function made before the loop would always use the first scale::
+    The loss is multiplied by the loss scale before it is differentiated, so that small
+    gradients do not underflow in float16. Call this inside the training step, with the
+    current state: a function made before the loop would always use the first scale::
 
-            loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-            params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
+        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
 
-        Args:
-          fun: a function that returns the loss, a real floating-point scalar.
-          loss_scale: anything that `with_loss_scale` accepts, a traced number, or an optimizer state
-            that holds exactly one loss scale.
-          argnums: which positional arguments to differentiate.
-          has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
-          **kwargs: further arguments of `jax.value_and_grad`.
+    Args:
+      fun: a function that returns the loss, a real floating-point scalar.
+      loss_scale: anything that `with_loss_scale` accepts, a traced number, or an optimizer state
+        that holds exactly one loss scale.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
+      **kwargs: further arguments of `jax.value_and_grad`.
 
-        Returns:
-          A function with the arguments of `fun` that returns `(value, scaled_grads)`.
-          `value` is what `fun` returns, bit for bit. `scaled_grads` are *scaled*, for
-          `with_loss_scale`. After the step, the norm of the true gradients is
-          `metrics(state)["gradient_norm"]`.
+    Returns:
+      A function with the arguments of `fun` that returns `(value, scaled_grads)`.
+      `value` is what `fun` returns, bit for bit. `scaled_grads` are *scaled*, for
+      `with_loss_scale`. After the step, the norm of the true gradients is
+      `metrics(state)["gradient_norm"]`.
 
-        Raises:
-          TypeError: if `fun` is not a function.
-          TypeError: if `argnums` are not ints or are empty.
-          TypeError: when called, if the loss is not a real floating-point scalar.
-          TypeError: when called, if `has_aux` is set and `fun` does not return a pair.
-          TypeError: when called, if a differentiated argument is not a tree of arrays, has
-            integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
-            with `nnx` and `scale_gradient`.
-          ValueError: if `loss_scale` is one that `scale_gradient` rejects.
-          ValueError: if `argnums` name an argument twice; when called, if they do so by a
-            negative number.
+    Raises:
+      TypeError: if `fun` is not a function.
+      TypeError: if `argnums` are not ints or are empty.
+      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: when called, if `has_aux` is set and `fun` does not return a pair.
+      TypeError: when called, if a differentiated argument is not a tree of arrays, has
+        integers (unless `allow_int=True`), or is an `nnx.Module`. Differentiate modules
+        with `nnx` and `scale_gradient`.
+      ValueError: if `loss_scale` is one that `scale_gradient` rejects.
+      ValueError: if `argnums` name an argument twice; when called, if they do so by a
+        negative number.
 
-        Warns:
-          UserWarning: when called, if the loss is float16 and the loss scale may reach
-            65520, which is infinite in float16.
+    Warns:
+      UserWarning: when called, if the loss is float16 and the loss scale may reach
+        65520, which is infinite in float16.
 
-        Example:
-          >>> import jax.numpy as jnp
-    import numpy as np
-          >>> import optax_lossscale as ols
-          >>> gradient = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))
-          >>> loss, scaled_grad = gradient(3.0)
-          >>> float(loss), float(scaled_grad)
-          (9.0, 48.0)
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> gradient = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))
+      >>> loss, scaled_grad = gradient(3.0)
+      >>> float(loss), float(scaled_grad)
+      (9.0, 48.0)
     """
     loss_scale = resolve(loss_scale)
     check_function("fun", fun)

@@ -35,6 +35,12 @@ from optax_lossscale._step.missing_gradients import (
 FILTER_MODEL = "In Equinox, call tx.init(eqx.filter(model, eqx.is_inexact_array))"
 """What to do if `init` receives leaves that are not arrays."""
 
+PASS_ARRAYS = (
+    "In Equinox, pass eqx.filter(model, eqx.is_inexact_array), or take the step by "
+    "tx.update and eqx.apply_updates(model, updates)"
+)
+"""What to do if the parameters of a step have such leaves."""
+
 SPLIT_MODEL = (
     "In Equinox, use eqx.filter_value_and_grad on a function that returns "
     "scale_gradient(loss, state). Or take the arrays out of the model, and "
@@ -77,8 +83,8 @@ class StepInputs:
 
     def unscaled_by(self, loss_scale: LossScale) -> Self:
         """Returns a copy with unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several branches; under `jit`, the unscaling is
-        # traced only once.
+        # A compiled step unscales by an adaptive scale in several branches; under
+        # `jit`, that is traced only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
 
@@ -116,6 +122,7 @@ def prepare(
             "with_loss_scale(optax.masked(inner, mask))"
         )
     check_arrays("the gradients", grads)
+    check_arrays("params", params, PASS_ARRAYS)
     grads, missing = fill_missing(grads, params)
     if params is not None:
         _check_fit(grads, differentiated_params(params))

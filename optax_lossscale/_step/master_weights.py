@@ -22,14 +22,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_lossscale._arrays.checks import path_name, shown
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.variables import find_nodes
-from optax_lossscale._step.missing_gradients import fill_missing, update_or_zeros
+from optax_lossscale._step.missing_gradients import (
+    fill_missing,
+    param_for_inner,
+    update_or_zeros,
+)
+from optax_lossscale._step.state import check_inner_state
 from optax_lossscale._step.update import as_transformation, check_update_shape
 
 
@@ -155,7 +158,7 @@ def with_master_weights(
     inner_tx = optax.with_extra_args_support(as_transformation(inner))
 
     def init(params):
-        wide_params = jax.tree.map(at_least_float32, params)
+        wide_params = jax.tree.map(param_for_inner, params)
         return MasterWeightsState(_remainders(params), inner_tx.init(wide_params))
 
     def update(updates, state, params=None, **extra_args):
@@ -167,7 +170,7 @@ def with_master_weights(
         # `with_loss_scale` passes all parameters in float32 and has made this check
         # already, with the parameters in their own dtypes.
         if any(map(is_narrow_leaf, jax.tree.leaves(params))):
-            check_remainders(state, init, params)
+            check_inner_state(state, init, params)
         grads, missing = fill_missing(updates, params)
         weights = state.weights(params)
         wide_grads = jax.tree.map(at_least_float32, grads)
@@ -231,37 +234,6 @@ def with_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
         return new if _is_master_weights_state(new) else old
 
     return jax.tree.map(replace, init(params), state, is_leaf=_is_master_weights_state)
-
-
-def check_remainders(state: Any, init: Callable[[Any], Any], params: Any) -> None:
-    """Raises a `ValueError` unless the remainders in a state fit the parameters.
-
-    They must have the same paths, shapes and dtypes as in `init(params)`.
-    """
-    found = _describe_remainders(state)
-    if not found and not any(map(is_narrow_leaf, jax.tree.leaves(params))):
-        return
-    needed = _describe_remainders(jax.eval_shape(init, params))
-    if found != needed:
-        raise ValueError(
-            "the state of with_master_weights does not fit these parameters: it holds "
-            f"{shown(found)}, and they need {shown(needed)}. Make a new state, and "
-            "restore the rest into it:\n"
-            "    state = tx.init(params)\n"
-            "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
-            "    state = state._replace(inner_state=inner_state)"
-        )
-
-
-def _describe_remainders(state: Any) -> list[str]:
-    """Describes each remainder by dtype, shape and path: `uint16[8, 4] at dense/w`."""
-    states = find_nodes(_is_master_weights_state, state)
-    remainders = [x.remainders for x in states]
-    descriptions = []
-    for path, x in jax.tree.leaves_with_path(remainders):
-        name = path_name(path[1:])
-        descriptions.append(f"{dtype_of(x)}{list(np.shape(x))} at {name}")
-    return descriptions
 
 
 def _is_master_weights_state(x: Any) -> bool:

@@ -24,7 +24,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Returns:
       A dict from names to scalars of shape (). If the state is a stack of several
-      models' states, all entries also have the axes of the stack.
+      models' states, the entries also have the axes of the stack, except those of a
+      fixed loss scale.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether, on the last step that the scale adapted to, gradients
@@ -63,8 +64,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     """
     loss_scale = get_loss_scale(state)
     wrapper_state = loss_scale_state_or_none(state)
-    scalars = _loss_scale_scalars(loss_scale)
-    parts = {"loss_scale": loss_scale}
+    scale, log2, exhausted = _loss_scale_scalars(loss_scale)
+    scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
+    parts: dict[str, Any] = {"loss_scale": loss_scale}
     if wrapper_state is not None:
         for name in (
             "should_apply",
@@ -84,11 +86,10 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 @jax.jit  # Without it, each eager call would copy the constants to the device.
-def _loss_scale_scalars(loss_scale: Any) -> dict[str, Any]:
+def _loss_scale_scalars(loss_scale: Any) -> tuple[jax.Array, ...]:
     """Returns the scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()
     # With the exponent taken out, the log2 of a power of two is exactly an integer.
     mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
-    exhausted = loss_scale.exhausted()
-    return {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
+    return scale, log2, loss_scale.exhausted()

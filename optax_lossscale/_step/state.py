@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._arrays.checks import path_name, shown
-from optax_lossscale._arrays.precision import dtype_of, is_narrow_leaf
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_narrow_leaf
 from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._arrays.variables import (
     distinct_nodes,
@@ -135,31 +135,48 @@ def _shown(x: Any, other: Any) -> str:
     return f"{type(x).__name__}({listed})"
 
 
-def check_inner_dtypes(
+def check_inner_state(
     inner_state: Any, init: Callable[[Any], Any], params: Any
 ) -> None:
-    """Raises a `ValueError` if the inner state has narrower floats than `init` returns.
+    """Raises a `ValueError` if an inner state does not fit 16-bit numbers in it.
 
-    They are narrower if the checkpoint of a 16-bit optimizer was restored. `init` is
-    called on abstract parameters, and only if the state has narrow floats at all.
+    It must have the structure, shapes and dtypes of `init(params)`, or small values
+    would underflow and master weights be joined wrongly. A state without 16-bit numbers
+    and master weights is left to the inner update.
     """
-    if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
-        return
-    initial_state = jax.eval_shape(init, params)
-    if jax.tree.structure(initial_state) != jax.tree.structure(inner_state):
-        return  # the state of another optimizer, which the inner update rejects
     leaves = jax.tree.leaves_with_path(inner_state)
-    initial_leaves = jax.tree.leaves(initial_state)
-    for (path, x), initial in zip(leaves, initial_leaves, strict=True):
-        dtype = dtype_of(x)
-        initial_dtype = dtype_of(initial)
-        if is_narrow_leaf(x) and dtype.itemsize < initial_dtype.itemsize:
-            raise ValueError(
-                f"the inner state holds {dtype} where it needs {initial_dtype}, at "
-                f"{path_name(path)}. It comes from an optimizer of 16-bit parameters, "
-                "and small values would underflow in it. Cast it once, with "
-                "optax.tree.cast_like:\n"
-                "    state = tx.init(params)\n"
-                "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
-                "    state = state._replace(inner_state=inner_state)"
-            )
+    is_narrow = [is_narrow_leaf(x) or _is_remainder(x) for _, x in leaves]
+    if not any(is_narrow) and not any(map(is_narrow_leaf, jax.tree.leaves(params))):
+        return
+    needed = jax.tree.leaves_with_path(jax.eval_shape(init, params))
+    if [path for path, _ in leaves] != [path for path, _ in needed]:
+        faults = ["another structure"]
+    else:
+        pairs = zip(leaves, needed, strict=True)
+        faults = [_misfit(path, x, y) for (path, x), (_, y) in pairs]
+    fault = next(filter(None, faults), None)
+    if fault:
+        raise ValueError(
+            f"the inner state has {fault}. It comes from other parameters, or from an "
+            "optimizer of 16-bit parameters, in which small values would underflow. "
+            "Make a new one, and cast the old one into it once:\n"
+            "    state = tx.init(params)\n"
+            "    inner_state = optax.tree.cast_like(restored, state.inner_state)\n"
+            "    state = state._replace(inner_state=inner_state)"
+        )
+
+
+def _misfit(path: Any, x: Any, needed: Any) -> str | None:
+    """Says how an array does not do for what is needed, or returns None if it does."""
+    is_narrower = is_narrow_leaf(x) and dtype_of(x).itemsize < needed.dtype.itemsize
+    is_other_rest = _is_remainder(x) != _is_remainder(needed)
+    if np.shape(x) == needed.shape and not is_narrower and not is_other_rest:
+        return None
+    found = f"{dtype_of(x)}{list(np.shape(x))}"
+    wanted = f"{dtype_of(needed)}{list(needed.shape)}"
+    return f"{found} where it needs {wanted}, at {path_name(path)}"
+
+
+def _is_remainder(x: Any) -> bool:
+    """Whether an array holds the remainders of bfloat16 parameters."""
+    return is_array_leaf(x) and dtype_of(x) == np.uint16

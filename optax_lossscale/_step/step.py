@@ -21,19 +21,19 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import strongly_typed
+from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
-from optax_lossscale._step.master_weights import check_remainders, with_remainders
+from optax_lossscale._step.master_weights import with_remainders
 from optax_lossscale._step.missing_gradients import param_for_inner
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
-    check_inner_dtypes,
+    check_inner_state,
     check_state,
     loss_scale_states_in,
 )
@@ -147,9 +147,14 @@ class ScaledStep:
         check_state(state)
         check_configuration("loss_scale", state.loss_scale, self.loss_scale)
         check_configuration("skip_rule", state.skip_rule, self.rule)
+        if (state.gradient_norm is None) != (self.skip is None):
+            raise ValueError(
+                "the state is one of another skip: with skip=None its gradient_norm is "
+                "None, else a number. Keep the rest of it: "
+                "state._replace(gradient_norm=tx.init(params).gradient_norm)"
+            )
         if params is not None:
-            check_remainders(state.inner_state, self._init_inner, params)
-            check_inner_dtypes(state.inner_state, self._init_inner, params)
+            check_inner_state(state.inner_state, self._init_inner, params)
 
 
 def _unaliased(state: Any, params: Any) -> Any:

@@ -24,23 +24,31 @@ from optax_lossscale._step.missing_gradients import param_for_inner, update_or_z
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """Checks the argument `inner` of a wrapper and converts `optax.MultiSteps`.
+    """Checks the argument `inner` of a wrapper; returns one that may be given a `value`.
 
     Raises a `TypeError` if `inner` does not have an `init` and an `update`.
     """
-    has_both = callable(getattr(inner, "init", None)) and callable(
-        getattr(inner, "update", None)
-    )
-    if not has_both:
+    init = getattr(inner, "init", None)
+    update: Any = getattr(inner, "update", None)
+    if not callable(init) or not callable(update):
         raise TypeError(
             "inner must be an Optax gradient transformation, with init and update; "
             f"got {shown(inner)}"
         )
     if isinstance(inner, optax.MultiSteps):
-        # `MultiSteps.gradient_transformation` would drop the loss and extra arguments.
-        update: Any = inner.update
-        return optax.GradientTransformationExtraArgs(inner.init, update)
-    return inner
+        # Its `gradient_transformation` would drop the loss and extra arguments.
+        return optax.GradientTransformationExtraArgs(init, update)
+    if not isinstance(inner, optax.GradientTransformationExtraArgs):
+        return inner
+    parameters = inspect.signature(update).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if takes_any or "value" in parameters:
+        return inner
+
+    def update_without_value(updates, state, params=None, *, value=None, **extra_args):
+        return update(updates, state, params, **extra_args)  # such as that of SAM
+
+    return optax.GradientTransformationExtraArgs(init, update_without_value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,9 +73,11 @@ class InnerUpdate:
         """
         params = unscaled.params
         missing = unscaled.missing
-        inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(param_for_inner, params)
-        extra_args = self._extra_args(inner, unscaled.value)
+        extra_args = dict(self.extra_args)
+        if unscaled.value is not None:
+            extra_args["value"] = unscaled.value
+        inner = optax.with_extra_args_support(self.inner)
         result, new_state = inner.update(
             unscaled.grads, inner_state, wide_params, **extra_args
         )
@@ -80,14 +90,6 @@ class InnerUpdate:
 
         new_state = jax.tree.map(in_old_dtype, new_state, inner_state)
         return result, missing.keep_slots(self.inner.init, new_state, inner_state)
-
-    def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """Returns the extra arguments, and the loss if `inner` takes it (SAM does not)."""
-        parameters = inspect.signature(inner.update).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if value is None or not (takes_any or "value" in parameters):
-            return self.extra_args
-        return {"value": value, **self.extra_args}
 
 
 def _updated_param(param: Any, update: Any) -> Any:

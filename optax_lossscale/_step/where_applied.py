@@ -14,11 +14,10 @@ from optax_lossscale._arrays.checks import path_name, shown
 from optax_lossscale._arrays.precision import (
     T,
     is_array_leaf,
-    is_inexact_leaf,
     strongly_typed,
 )
 from optax_lossscale._arrays.variables import variable_ids, without_variables
-from optax_lossscale._step.state import loss_scale_states_in
+from optax_lossscale._step.state import check_no_stack, loss_scale_states_in
 
 
 def where_applied(state: Any, new: T, old: T) -> T:
@@ -49,8 +48,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
       ValueError: if `new` and `old` hold the same `nnx` variables, which the step has
         changed in place.
       TypeError: if an array has another shape in `new` than in `old`.
-      TypeError: if `old` has integers where `new` has floats or wider integers, or real
-        numbers where `new` has complex ones.
+      TypeError: if `old` has a dtype that does not hold that of `new`, such as bfloat16
+        for a float32 average, which would never move.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -68,6 +67,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
+    check_no_stack(should_apply)
     # `nnx.state` returns the variables of the module itself, which change in place.
     if set(variable_ids(old)) & set(variable_ids(new)):
         raise ValueError(
@@ -98,22 +98,15 @@ def where_applied(state: Any, new: T, old: T) -> T:
 
 
 def _check_fits(new: jax.Array, old: jax.Array, name: str) -> None:
-    """Raises a `TypeError` unless `new` fits the shape and dtype of `old`.
-
-    Any real dtype fits a float, and any dtype fits a complex one, even if values are
-    rounded. Neither floats nor wider integers fit an integer.
-    """
+    """Raises a `TypeError` unless `old` can hold `new`, in shape and dtype."""
     if new.shape != old.shape:
         raise TypeError(
             f"new has shape {new.shape} where old has shape {old.shape}, at {name}"
         )
-    if is_inexact_leaf(old):
-        fits = jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)
-    else:
-        fits = jnp.result_type(old, new) == old.dtype
-    if not fits:
+    if jnp.result_type(old, new) != old.dtype:
         raise TypeError(
             f"new has {new.dtype} where old has {old.dtype}, at {name}. It would be "
             f"cast to {old.dtype}, which cannot represent all of its values. Make old "
-            f"{new.dtype} from the start"
+            f"{new.dtype} from the start; start the average of 16-bit parameters in "
+            "float32"
         )

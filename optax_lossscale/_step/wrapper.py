@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.checks import refuse
+from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
@@ -97,6 +97,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           ValueError: if the state is configured differently from this optimizer, is a
             stack of several states, or holds the inner state of an optimizer of 16-bit
             parameters.
+          ValueError: under `shard_map`, if the loss or the decision varies along an
+            axis over which the gradients or the state do not.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
@@ -171,7 +173,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 "minimize got multiple values for keyword argument 'value': it passes "
                 "the loss itself, so leave value out of extra_args"
             )
-        gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux)
+        # The gradient of an integer is a float0, and leaves it as it is.
+        gradient = value_and_scaled_grad(
+            loss_fn, state, has_aux=has_aux, allow_int=True
+        )
         returned, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(returned, has_aux)
         new_params, new_state = self.apply_gradients(
@@ -263,8 +268,8 @@ def with_loss_scale(
       loss_scale: one of the following:
 
         - `"dynamic"`: a `DynamicLossScale` with its defaults.
-        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits short runs,
-          and gradients that are all zero on most steps.
+        - `"headroom"`: a `HeadroomLossScale` with its defaults. It suits gradients
+          that jump, and those that are all zero on most steps.
         - A number, or a concrete array of shape (): a `FixedLossScale` with that scale.
         - None: no scaling, for bfloat16 and float32. The wrapper then only skips steps,
           as `skip` says. `skip_nonfinite` is another name for this.

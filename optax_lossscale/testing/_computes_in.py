@@ -16,7 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import checks
-from optax_lossscale._diagnosis.old_dtypes import Operation, dtype_report, rows_of
+from optax_lossscale._arrays.precision import is_array_leaf
+from optax_lossscale._diagnosis.dtypes import Product, dtype_report
 
 
 def assert_computes_in(
@@ -53,7 +54,7 @@ def assert_computes_in(
         multiplications that each computes.
       ValueError: if there are no products to check.
       ValueError: if `dtype` is not a floating-point dtype.
-      TypeError: if `step` is not a function.
+      TypeError: if `step` is not a function, or `dtype` was left out.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,6 +70,13 @@ def assert_computes_in(
       AssertionError: 2 of 2 matrix products and convolutions do not compute in...
     """
     checks.check_function("step", step)
+    # An array has a dtype, but is an argument of the step.
+    if isinstance(dtype, (dict, tuple, list)) or is_array_leaf(dtype):
+        raise TypeError(
+            "the second argument is the dtype to compute in, got "
+            f"{checks.shown(dtype)}. Write "
+            "assert_computes_in(train_step, jnp.float16, params, state, batch)"
+        )
     dtype = checks.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
     checked = [product for product in report.products if _is_checked(product, dtype)]
@@ -84,13 +92,13 @@ def assert_computes_in(
             number=sum(product.count for product in wrong),
             total=sum(product.count for product in checked),
             dtype=dtype,
-            rows="\n".join(rows_of(wrong, report)),
+            rows="\n".join(report.rows_of(wrong)),
             source=wrong[0].source,
         )
         raise AssertionError(message)
 
 
-def _is_checked(product: Operation, dtype: np.dtype) -> bool:
+def _is_checked(product: Product, dtype: np.dtype) -> bool:
     """Whether the assertion requires a product to compute in `dtype`.
 
     It requires this neither of products of integers nor of those that have another
@@ -109,7 +117,6 @@ A product computes in the wider dtype of its two operands, or in float32 if one 
 is float16 and the other is bfloat16.
 - Call the loss function through ols.autocast, which computes the products of a float32
   model in 16 bits.
-- Or cast both operands to {dtype}, or give the module dtype=jnp.{dtype}. If the list
-  shows float16→float32 for one operand, cast the other.
+- Or cast both operands to {dtype}, or give the module dtype=jnp.{dtype}.
 - To keep a product wide, compute it with precision=jax.lax.Precision.HIGHEST or under
   jax.default_matmul_precision("highest")."""

@@ -16,12 +16,8 @@ from jax.sharding import PartitionSpec as P
 from pairs import product
 
 import optax_lossscale as ols
-from optax_lossscale._arrays.finite import (
-    largest,
-    norm_and_all_finite,
-    on_all_replicas,
-    reduce_replicas,
-)
+from optax_lossscale._arrays.finite import largest, norm_and_all_finite
+from optax_lossscale._arrays.replicas import on_all_replicas, reduce_replicas
 
 FLOAT8 = [
     jnp.float8_e3m4,

@@ -584,7 +584,7 @@ def test_symbolic_shapes():
 
 
 def test_within_other_functions_that_are_cast_by_hand():
-    """An argument in 16 bits because `grad_dtype` made it so widens nothing either."""
+    """An argument in 16 bits because the caller made it so widens nothing either."""
     half = jax.tree.map(lambda x: x.astype(F16), P)
     fun = lambda p, x: layer(p, jax.nn.relu(layer(p, x)))
     assert products(ols.autocast(fun), half, X) == {"float16": 2}

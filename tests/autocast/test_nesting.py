@@ -231,7 +231,7 @@ def test_what_is_called_by_many_gives_what_it_gives_in_float32(holder, monkeypat
 
 
 def test_short_functions_are_put_in_place_of_their_calls():
-    """So that what lies between two products is one island, whoever jitted parts of it."""
+    """So that what lies between two products is in one checkpoint, whoever jitted parts of it."""
     double = jax.jit(lambda x: jnp.exp(x) * 2)
     fun = lambda w, x: double(double(x @ w) - 1) @ w
     jaxpr = str(jax.make_jaxpr(ols.autocast(fun))(W, X))

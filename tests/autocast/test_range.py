@@ -877,7 +877,7 @@ def rendering(h, p):
 
 @case(size=1.0)
 def rolled_tokens_that_attend_to_themselves(h, p):
-    """What was only moved is read by an island and, in 16 bits, by a product."""
+    """What was only moved is read in float32 and, in 16 bits, by a product."""
     h = jnp.concatenate([h[:1], h[1:]])
     unit = h / (1e-3 + jnp.max(jnp.abs(h)))
     return through(jax.nn.softmax(unit @ unit.T) @ h)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._arrays.replicas import varying_axes
 from optax_lossscale._programs import versions
 
 X = jnp.arange(4.0)

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -436,8 +437,7 @@ def test_a_scale_beyond_the_bounds_is_brought_back(factor, bound):
     for skip in ("nonfinite", None):
         tx = ols.with_loss_scale(optax.adam(0.1), ls, skip=skip)
         state = tx.init(params)
-        loss_fn = lambda p: jnp.sum(p**2)
-        step = jax.jit(lambda s, p, tx=tx: tx.minimize(loss_fn, s, p))
+        step = jax.jit(lambda s, p, tx=tx: tx.minimize(lambda p: jnp.sum(p**2), s, p))
         for _ in range(3):
             _, params, state = step(state, params)
             assert state.should_apply

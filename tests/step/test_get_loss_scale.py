@@ -64,7 +64,7 @@ def test_an_error_says_where_a_dtype_goes(bad):
 
 @pytest.mark.parametrize("bad", [0, -128, np.nan, np.inf])
 def test_a_number_that_is_no_scale_is_refused(bad):
-    with pytest.raises(ValueError, match="^loss_scale must be a number between"):
+    with pytest.raises(ValueError, match=r"^loss_scale must be a number between"):
         taken(bad)
 
 

@@ -158,3 +158,11 @@ def test_the_parameters_of_an_nnx_module():
             TypeError, match=r"nnx\.Optimizer .*optimizer\.update\(model, scaled"
         ):
             TX.minimize(loss_fn, state, trained)
+
+
+def test_integers_among_the_parameters_stay():
+    params = PARAMS | {"n": jnp.arange(3)}
+    _, after, state = TX.minimize(loss_fn, TX.init(params), params)
+    assert state.should_apply
+    assert after["n"].tolist() == [0, 1, 2]
+    assert (after["w"] != params["w"]).all()

@@ -47,7 +47,7 @@ def test_it_trains_bfloat16():
     tx = ols.skip_nonfinite(optax.sgd(0.1))
     loss_fn = ols.autocast(lambda p, x: jnp.sum((x @ p["w"]) ** 2), jnp.bfloat16)
     step = jax.jit(lambda s, p, x: tx.minimize(loss_fn, s, p, x))
-    loss, params, state = step(tx.init(PARAMS), PARAMS, jnp.ones((3, 2)))
+    _, params, state = step(tx.init(PARAMS), PARAMS, jnp.ones((3, 2)))
     assert state.should_apply
     assert (params["w"] != PARAMS["w"]).all()
     _, after, state = step(state, params, jnp.full((3, 2), jnp.nan))

@@ -57,7 +57,7 @@ def test_takes_the_new_after_an_applied_step_and_the_old_after_a_skipped_one():
 
 
 def test_dtypes_are_those_of_the_old_and_strong():
-    new = {"a": jnp.ones(2), "b": jnp.asarray(1.0), "c": 1.0}
+    new = {"a": jnp.ones(2, jnp.float16), "b": jnp.asarray(1.0), "c": 1.0}
     old = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(()), "c": 2.0}
     kept = ols.where_applied(APPLIED, new, old)
     assert [kept[k].dtype for k in "abc"] == [jnp.float16, jnp.float32, jnp.float32]
@@ -143,6 +143,8 @@ def test_other_trees_and_shapes_are_refused():
         (np.float16(0.5), 0),
         (jnp.int32(300), jnp.int8(1)),
         (jnp.int32(2), True),
+        (jnp.float32(5), jnp.bfloat16(1)),
+        (jnp.float16(5), jnp.bfloat16(1)),
         (1 + 2j, 1.0),
         (jnp.complex64(1), jnp.ones(())),
     ],
@@ -160,10 +162,25 @@ def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
         (True, 1),
         (jnp.int32(5), 1.0),
         (5.0, jnp.complex64(1)),
-        (jnp.float32(5), jnp.bfloat16(1)),
+        (5.0, jnp.bfloat16(1)),
     ],
 )
 def test_a_number_that_the_dtype_holds_takes_it(new, old):
     kept = ols.where_applied(APPLIED, new, old)
     assert kept == new
     assert kept.dtype == jnp.asarray(old).dtype
+
+
+def test_an_average_of_16_bit_parameters_is_started_in_float32():
+    params = jnp.ones(2, jnp.bfloat16)
+    averaged = optax.incremental_update(params.astype(jnp.float32), params * 0, 1e-3)
+    with pytest.raises(TypeError, match=r"start the average of 16-bit .* in float32"):
+        ols.where_applied(APPLIED, averaged, params * 0)
+    ols.where_applied(APPLIED, averaged, jnp.zeros(2))
+
+
+def test_a_stack_of_states_is_taken_under_the_same_vmap():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    states = jax.vmap(tx.init)(jnp.ones((3, 2)))
+    with pytest.raises(ValueError, match=r"stack of shape \(3,\)"):
+        ols.where_applied(states, jnp.ones(3), jnp.zeros(3))

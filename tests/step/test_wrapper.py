@@ -697,7 +697,8 @@ def test_a_state_in_16_bits_is_refused_where_init_makes_float32_and_taken_once_c
     state, restored = tx.init(params), inner.init(params)
     for step in (tx.update, tx.apply_gradients):
         with pytest.raises(
-            ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast"
+            ValueError,
+            match=r"float16\[3\] where it needs float32\[3\], at 0/mu/w.*cast",
         ):
             step(params, state._replace(inner_state=restored), params)
     state = state._replace(

@@ -408,7 +408,7 @@ def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
             )
     by_hand, ours = programs["by hand"], programs["autocast"]
     assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
-    assert ours.bytes_moved <= 1.03 * by_hand.bytes_moved
+    assert ours.bytes_moved <= 1.15 * by_hand.bytes_moved
 
 
 # Memory and bytes moved over those by hand, at most. The ResNet's are those of jax
@@ -417,7 +417,8 @@ WORST = {
     "norms after the sums, as in BERT": (1.05, 1.05),
     "128k classes": (1.05, 1.05),
     "ResNet with batch norm": (1.06, 1.09),
-    "recommender": (1.05, 1.06),
+    "recommender": (1.05, 1.15),
+    "layers in a scan, kept by name": (1.10, 1.05),
     "Mamba": (1.05, 1.05),
 }
 

@@ -1,7 +1,5 @@
 """Tests that run as on a GPU take a GPU's choices, and all others a CPU's."""
 
-import re
-
 import as_on_gpu
 import jax
 import jax.numpy as jnp

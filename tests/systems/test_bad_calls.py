@@ -233,6 +233,13 @@ WRAPPER = {
     "value: a function": (lambda: step(value=len), TypeError, "a real number"),
     "value: a vector": (lambda: step(value=jnp.ones(3)), TypeError, "jnp.mean"),
     "sam around": (sam_around_the_wrapper, TypeError, "Put it inside the wrapper"),
+    "apply_gradients: an Equinox model": (
+        lambda: TX.apply_gradients(
+            {"w": PARAMS["w"], "f": None}, STATE, PARAMS | {"f": jnp.tanh}
+        ),
+        TypeError,
+        "pass eqx.filter(model, eqx.is_inexact_array)",
+    ),
     "minimize: no function": (
         lambda: TX.minimize(3, STATE, PARAMS),
         TypeError,
@@ -472,6 +479,16 @@ DIAGNOSIS = {
     ),
 }
 DIAGNOSE = {
+    "assert_scale_invariant: swapped": (
+        lambda: ols.testing.assert_scale_invariant(PARAMS, loss_fn),
+        TypeError,
+        "the first argument is the training step",
+    ),
+    "assert_computes_in: no dtype": (
+        lambda: ols.testing.assert_computes_in(loss_fn, PARAMS),
+        TypeError,
+        "the second argument is the dtype",
+    ),
     "swapped": (lambda: ols.diagnose(PARAMS, loss_fn), TypeError, "loss_fn must be"),
     "no scalar": (lambda: ols.diagnose(lambda p: p["w"], PARAMS), TypeError, "reduce"),
     "a pair": (

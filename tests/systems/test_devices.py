@@ -134,12 +134,18 @@ def test_a_forgotten_axis_name_is_named_unless_each_replica_has_a_state_of_its_o
                 step, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data")
             )
         )
-        if spec == P("data"):
+        own_scales = spec == P("data") and loss_scale != 8
+        if spec == P("data") and (apart == "gradients" or own_scales):
             _, skipped = mapped(state, batches(2))
             summed = apart == "loss"  # as gradients of parameters that all share are
             np.testing.assert_array_equal(skipped, [1] * 4 if summed else [0, 0, 1, 0])
             continue
-        with pytest.raises(ValueError, match=r"each decide alone .*axis_name='data'"):
+        said = {
+            "gradients": r"each decide alone .*axis_name='data'.*pmean\(loss",
+            # The gradients of parameters that all share are summed.
+            "loss": "loss differs from replica to replica along the axis 'data'",
+        }
+        with pytest.raises(ValueError, match=said[apart]):
             mapped(state, batches())
 
 
@@ -211,3 +217,47 @@ def test_sharded_jit_keeps_every_placement(axis_type, way, dtype):
                 )
             params, state = new
             assert bool(state.should_apply) == finite
+
+
+def replicated(step, check_vma=True):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+@pytest.mark.parametrize("door", ["minimize", "apply_gradients", "update"])
+@pytest.mark.parametrize("habit", ["nothing", "mean of gradients"])
+def test_the_loss_of_one_replica_beside_the_gradients_of_all_is_refused(
+    axis_name, door, habit
+):
+    """They are four times those of the mean, as JAX has summed them already."""
+    tx = ols.with_loss_scale(optax.sgd(0.1), 8, axis_name=axis_name)
+    params = {"w": jnp.ones(3)}
+
+    def step(params, state, x):
+        loss_fn = lambda p: jnp.mean(x @ p["w"])
+        if door == "minimize":
+            return tx.minimize(loss_fn, state, params)[1]
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
+        if habit == "mean of gradients":
+            grads = jax.lax.pmean(grads, "data")
+        if door == "update":
+            return tx.update(grads, state, params, value=loss)[0]
+        return tx.apply_gradients(grads, state, params, value=loss)[0]
+
+    with pytest.raises(ValueError, match=r"'data' of a shard_map, .*pmean\(loss"):
+        replicated(step)(params, tx.init(params), jnp.ones((4, 3)))
+
+
+def test_the_mean_of_the_loss_is_taken_and_steps_as_one_device_does():
+    tx = ols.with_loss_scale(optax.sgd(0.1), 8, axis_name="data")
+    params = {"w": jnp.ones(3)}
+    x = jnp.arange(12.0).reshape(4, 3)
+
+    def step(params, state, x):
+        loss_fn = lambda p: jax.lax.pmean(jnp.mean(x @ p["w"]), "data")
+        return tx.minimize(loss_fn, state, params)[1]
+
+    after = replicated(step)(params, tx.init(params), x)
+    np.testing.assert_allclose(after["w"], 1 - 0.1 * x.mean(0), rtol=1e-6)

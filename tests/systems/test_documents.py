@@ -56,8 +56,10 @@ def test_each_frameworks_program_runs(program):
 RECIPES += blocks("docs/integrations.md")  # which continue the same program
 NAMES = [
     "accumulation",
+    "accumulation by hand",
     "clipping",
     "checkpoint",
+    "msgpack",
     "gpus",
     "frozen",
     "inner",
@@ -144,7 +146,7 @@ def test_what_diagnosis_says_of_an_embedding_is_printed():
 
 
 STANDALONE = {
-    "skipping": programs("docs/skipping.md"),
+    "skipping": programs("docs/skipping.md")[:1],
     "from PyTorch": programs("docs/coming_from_pytorch.md"),
     "two networks": programs("docs/several_losses.md")[:1],
     "two losses": programs("docs/several_losses.md")[1:],

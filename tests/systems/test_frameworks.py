@@ -195,7 +195,7 @@ def test_a_mistake_in_a_step_that_changes_nnx_modules_in_place_is_found(mistake)
     x = jax.random.normal(jax.random.key(0), (8, 3))
     if mistake:
         with pytest.raises(
-            AssertionError, match=r"2\*\*-1: args\[1\].opt_state.inner_state\[0\].mu"
+            AssertionError, match=r"args\[1\].opt_state.inner_state\[0\].mu"
         ):
             ols.testing.assert_scale_invariant(step, model, optimizer, x)
     else:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import textwrap
 
-import jax.numpy as jnp
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -174,7 +172,7 @@ PUBLIC = {
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_is_public_shows_its_source(name):
-    module, value = PUBLIC[name]
+    _, value = PUBLIC[name]
     assert pickle.loads(pickle.dumps(value)) is value
     assert value.__name__ in inspect.getsource(value)
 

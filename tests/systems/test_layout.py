@@ -16,7 +16,6 @@ FLOORS = {
     "_arrays": 1,
     "_programs": 2,
     "_scales": 2,
-    "_skips": 2,
     "skips": 2,
     "_autocast": 3,
     "_step": 3,
@@ -86,7 +85,7 @@ def test_each_file_says_in_its_first_line_what_it_is_about():
     ("part", "line"),
     [
         ("_arrays", "from optax_lossscale._step.get_loss_scale import resolve"),
-        ("_programs", "from optax_lossscale._autocast.plan import plan"),
+        ("_programs", "from optax_lossscale._autocast.narrow import narrow"),
         ("_scales", "from optax_lossscale import _step"),
         ("skips", "import optax_lossscale._step.gradient"),
         (

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from pairs import one_in
 
 import optax_lossscale as ols
-from optax_lossscale.testing import _experiment
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
@@ -32,11 +31,13 @@ LOSS_SCALE = ols.DynamicLossScale(2.0**8)
 TX = ols.with_loss_scale(INNER, LOSS_SCALE)
 HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
 KEPT = "where_applied"
-CHANGED = "an overflow changes what the step passes on"
+CHANGED = "an overflow changed it"
 APPLIED = "the step is applied at an infinite loss scale"
+AT_NAN = "the step is applied with a NaN in argument"
 NOT_ADAPTED = "the step does not adapt its loss scale"
 UNCOUNTED = "the step is skipped, but the state that comes back does not count the skip"
-NAN = "a NaN spoils what the step passes on"
+NAN = "a NaN in argument 3 changed it"
+NOT_FOUND = None
 
 
 def loss_fn(params, x, y):
@@ -64,11 +65,11 @@ def kept_if(right, state, new, old):
 STEPS = {}
 
 
-def step_of(found, *said):
+def step_of(found, *said, **options):
     """Registers a maker of a step and its arguments, and what is found if it is not right."""
 
     def register(make):
-        STEPS[make.__name__] = make, found, said
+        STEPS[make.__name__] = make, found, said, options
         return make
 
     return register
@@ -84,7 +85,7 @@ def average_of_parameters(right):
     return jax.jit(step, donate_argnums=(0, 1, 2)), (params, PARAMS, state, X, Y)
 
 
-@step_of(CHANGED, "result[3]", KEPT)
+@step_of(CHANGED, "result[3]", KEPT, carry={0: 1, 1: 2, 3: 3})
 def running_mean_of_the_loss(right):
     def step(params, state, x, mean, y):
         loss, params, state = TX.minimize(loss_fn, state, params, x, y)
@@ -94,7 +95,7 @@ def running_mean_of_the_loss(right):
     return jax.jit(step), (params, state, X, jnp.float32(0), Y)
 
 
-@step_of(CHANGED, "args[1]", KEPT)
+@step_of(CHANGED, "args[1]", KEPT, carry={0: 0, 2: 1})
 def statistics_in_an_array_of_numpy(right):
     fast = jax.jit(functools.partial(TX.minimize, loss_fn))
 
@@ -108,7 +109,7 @@ def statistics_in_an_array_of_numpy(right):
     return step, (params, np.zeros(4, np.float32), state, X, Y)
 
 
-@step_of(CHANGED, "result['stats']['mean']", KEPT)
+@step_of(CHANGED, "result['stats']['mean']", KEPT, carry={0: 0})
 def statistics_in_a_dict(right):
     def step(carry, x, y):
         loss, params, state = TX.minimize(
@@ -123,7 +124,7 @@ def statistics_in_a_dict(right):
     return jax.jit(step), ({"params": params, "state": state, "stats": stats}, X, Y)
 
 
-@step_of(APPLIED, "result[0]['w']", "skip=None")
+@step_of(APPLIED, "nan_to_num")
 def gradients_that_are_not_finite(right):
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
@@ -148,16 +149,18 @@ def gradients_zeroed_by_hand(right):
             optax.tree.where(finite, new, (params, state.inner_state)) if right else new
         )
         count = state.skipped_steps + 1 - finite
-        return (
-            params,
-            ols.LossScaleState(loss_scale, inner_state, finite, count, count),
-            loss,
+        state = state._replace(
+            loss_scale=loss_scale,
+            inner_state=inner_state,
+            should_apply=finite,
+            skipped_steps=count,
         )
+        return params, state, loss
 
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of(NOT_ADAPTED, "loss scale comes back as it was", "return the state")
+@step_of(NOT_ADAPTED, "comes back as it was given")
 def old_loss_scale(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -166,7 +169,7 @@ def old_loss_scale(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of(NOT_ADAPTED, "loss scale comes back as it was", "return the state")
+@step_of(APPLIED, "the new state as it is")
 def old_state(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -204,7 +207,7 @@ def momentum_after_the_wrapper(right):
     return step, (params, state, X, Y)
 
 
-@step_of(CHANGED, "result[1][1].trace['w']", KEPT)
+@step_of(NOT_FOUND)
 def momentum_after_the_wrapper_before_the_first_step(right):
     outside = optax.trace(0.9)
     inner = optax.sgd(0.1)
@@ -219,7 +222,7 @@ def momentum_after_the_wrapper_before_the_first_step(right):
     return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
 
 
-@step_of(CHANGED, "Adam's count", KEPT)
+@step_of(CHANGED, "inner_state[0].count", KEPT)
 def a_count_that_goes_on(right):
     def step(params, state, x, y):
         loss, new_params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -253,7 +256,7 @@ def weights_that_are_clipped_at_a_skip(right):
     return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
 
 
-@step_of(CHANGED, "Adam's count", KEPT)
+@step_of(NOT_FOUND)
 def a_schedule_after_the_wrapper(right):
     schedule = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 10))
     inner = optax.chain(INNER, schedule)
@@ -268,7 +271,7 @@ def a_schedule_after_the_wrapper(right):
     return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
 
 
-@step_of(NOT_ADAPTED, "loss scale comes back as it was given, or at its initial value")
+@step_of(NOT_ADAPTED, "comes back as it was given, or as it always is")
 def a_loss_scale_made_anew(right):
     def step(params, state, x, y):
         loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
@@ -278,7 +281,7 @@ def a_loss_scale_made_anew(right):
     return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
 
 
-@step_of(APPLIED, "result[0]['w']", "nan_to_num")
+@step_of(AT_NAN, "nan_to_num", nan_in=2)
 def gradients_that_are_not_scaled_and_not_finite(right):
     tx = ols.with_loss_scale(INNER, None)
 
@@ -290,7 +293,7 @@ def gradients_that_are_not_scaled_and_not_finite(right):
     return jax.jit(step), (*begun(tx), X, Y)
 
 
-@step_of(APPLIED, "result[0]['table']", "skip=None")
+@step_of(AT_NAN, "skip=None", nan_in=0)
 def tokens_without_a_loss_scale(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     params = {"table": jnp.ones((4, 2), jnp.bfloat16)}
@@ -305,7 +308,7 @@ def tokens_without_a_loss_scale(right):
     return jax.jit(step), (params, tx.init(params), jnp.array([0, 2]))
 
 
-@step_of(APPLIED, "result[0]['w']", "skip=None")
+@step_of(AT_NAN, "skip=None", nan_in=2)
 def fixed_loss_scale(right):
     tx = ols.with_loss_scale(INNER, 2.0**10, skip="nonfinite" if right else None)
 
@@ -316,7 +319,7 @@ def fixed_loss_scale(right):
     return jax.jit(step), (*begun(tx), X, Y)
 
 
-@step_of(APPLIED, "result[0]['w']", "skip=None")
+@step_of(AT_NAN, "skip=None", nan_in=0)
 def bfloat16_without_a_loss_scale(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     bfloat16 = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -329,7 +332,7 @@ def bfloat16_without_a_loss_scale(right):
     return jax.jit(step), (bfloat16, tx.init(bfloat16), jnp.array([0, 2]))
 
 
-@step_of(APPLIED, "result[0]['w']", "scale_gradient")
+@step_of(APPLIED, "scale_gradient")
 def unscaled_gradients(right):
     def step(params, state, x, y):
         grad_fn = (
@@ -343,7 +346,7 @@ def unscaled_gradients(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of(NAN, "With a NaN in args[3]", "result[1]", KEPT)
+@step_of(NAN, "result[1]", KEPT, nan_in=3)
 def statistics_that_are_kept_at_an_overflow_alone(right):
     def step(params, mean, state, x, y):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
@@ -530,10 +533,11 @@ def average_of_an_equinox_model(right):
         return eqx.combine(params, static), eqx.combine(new, static), state, loss
 
     state = TX.init(eqx.filter(model, eqx.is_inexact_array))
-    return step, (model, model, state, X, Y)
+    ema = jax.tree.map(lambda p: p + 1 if eqx.is_array(p) else p, model)
+    return step, (model, ema, state, X, Y)
 
 
-@step_of(APPLIED, "skip=None", "result[0]['w']")
+@step_of(AT_NAN, "skip=None", nan_in=2)
 def gradients_of_jax_itself_in_bfloat16(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     narrow_loss = ols.autocast(loss_fn, jnp.bfloat16)
@@ -545,415 +549,181 @@ def gradients_of_jax_itself_in_bfloat16(right):
     return jax.jit(step), (*begun(tx), X, Y)
 
 
-def test_a_step_without_a_loss_scale_that_nothing_makes_overflow_is_not_passed():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None)
-
-    @jax.jit
-    def step(table, state, tokens):
-        loss, grad = jax.value_and_grad(lambda table: jnp.sum(table[tokens]))(table)
-        return *tx.apply_gradients(grad, state, table), loss
-
-    table = jnp.ones((4, 2))
-    with pytest.raises(AssertionError, match="not multiplied by the loss scale"):
-        ols.testing.assert_survives_overflow(step, table, tx.init(table), jnp.arange(3))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @one_in(3, "name", [*STEPS])
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
-    make, found, said = STEPS[name]
+    make, found, said, options = STEPS[name]
     step, arguments = make(right=False)
-    with pytest.raises(AssertionError, match=rf"^{found}\b") as error:
-        ols.testing.assert_survives_overflow(step, *arguments)
-    assert all(text in str(error.value) for text in said), str(error.value)
+    if found is NOT_FOUND:
+        ols.testing.assert_survives_overflow(step, *arguments, **options)
+        return
+    with pytest.raises(AssertionError) as error:
+        ols.testing.assert_survives_overflow(step, *arguments, **options)
+    assert all(text in str(error.value) for text in (found, *said)), str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @one_in(3, "name", [*STEPS], first=1)
 def test_a_right_step_is_not_accused(name):
-    step, arguments = STEPS[name][0](right=True)
-    ols.testing.assert_survives_overflow(step, *arguments)
-    ols.testing.assert_survives_overflow(step, *arguments)  # they are as they were
+    make, _, _, options = STEPS[name]
+    step, arguments = make(right=True)
+    ols.testing.assert_survives_overflow(step, *arguments, **options)
+    # They are as they were.
+    ols.testing.assert_survives_overflow(step, *arguments, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_a_step_that_hands_nothing_back_cannot_be_judged(check):
-    params, state = begun(TX)
-
-    def step(params, state):
-        loss, *_ = TX.minimize(autocast_loss, state, params, X, Y)
-        return loss
-
-    with pytest.raises(ValueError, match="no output of the step is the new value"):
-        check(step, params, state)
-
-
-def test_an_optimizer_may_be_among_the_arguments():
-    params, state = begun(TX)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(optimizer, params, state):
-        loss, params, state = optimizer.minimize(autocast_loss, state, params, X, Y)
-        return params, state, loss
-
-    ols.testing.assert_survives_overflow(step, TX, params, state)
-    ols.testing.assert_survives_overflow(
-        lambda _, params, state: step(TX, params, state), optax.sgd(0.1), params, state
-    )
-
-
-def shard_mapped_step(axis_name, mean, loss_fn=loss_fn):
-    """A step and its arguments. Each device returns the loss of its own share."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    tx = ols.with_loss_scale(INNER, axis_name=axis_name)
+def replicated_step(axis_name="data", mean=True, mapped="pmap", name="data"):
+    """A step and its arguments, under `pmap`, or `shard_map` without `check_vma`."""
+    tx = ols.with_loss_scale(INNER, LOSS_SCALE, axis_name=axis_name)
 
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
         if mean:
-            grads = jax.lax.pmean(grads, "data")
-        return *tx.apply_gradients(grads, state, params, value=loss), loss
+            grads = jax.lax.pmean(grads, name)
+        return *tx.apply_gradients(grads, state, params, value=loss), loss[None]
 
-    specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
-    mapped = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
-    return jax.jit(mapped), PARAMS, tx.init(PARAMS), X, Y
-
-
-@pytest.mark.parametrize(
-    ("axis_name", "mean", "name"),
-    [("data", False, r"result\[0\]"), (None, True, r"result\[1\].loss_scale")],
-)
-def test_replicas_that_decide_alone_drift_apart(axis_name, mean, name):
-    """What is only returned, such as the loss of each device, may differ."""
-    ols.testing.assert_survives_overflow(*shard_mapped_step("data", mean=True))
-    found = f"^devices drift apart.\nTheir copies of these outputs differ:\n  {name}"
-    with pytest.raises(AssertionError, match=found):
-        ols.testing.assert_survives_overflow(*shard_mapped_step(axis_name, mean))
+    given = PARAMS, tx.init(PARAMS)
+    if mapped == "pmap":
+        given = jax.tree.map(lambda x: jnp.stack([x, x]), given)
+        batch = X.reshape(2, 4, 4), Y.reshape(2, 4, 3)
+        return jax.pmap(step, axis_name=name), *given, *batch
+    mesh = jax.make_mesh((2,), (name,), axis_types=(AxisType.Auto,))
+    specs = {
+        "in_specs": (P(), P(), P(name), P(name)),
+        "out_specs": (P(), P(), P(name)),
+    }
+    step = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+    return jax.jit(step), *given, X, Y
 
 
-def test_replicas_whose_first_step_is_skipped_drift_apart_later():
-    step, *arguments = shard_mapped_step("data", mean=False, loss_fn=autocast_loss)
-    _, state, _ = step(*arguments)
-    assert state.skipped_steps == 1
-    with pytest.raises(AssertionError, match=r"outputs differ:\n  result\[0\]"):
+BOTH = [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+each_assertion = pytest.mark.parametrize("check", BOTH)
+
+
+@each_assertion
+@pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
+def test_devices_that_apply_their_own_gradients_drift_apart(check, mapped):
+    check(*replicated_step(mapped=mapped))
+    with pytest.raises(AssertionError) as error:
+        check(
+            *replicated_step(mean=False, mapped=mapped, name="batch", axis_name="batch")
+        )
+    said = str(error.value)
+    assert said.startswith("devices drift apart along the axis 'batch'")
+    assert "result[0]['w']" in said
+    assert "grads = jax.lax.pmean(grads, 'batch')" in said
+    assert "loss = jax.lax.pmean(loss, 'batch')" in said
+
+
+@pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
+def test_devices_that_decide_alone_drift_apart_at_a_nan(mapped):
+    check = ols.testing.assert_survives_overflow
+    check(*replicated_step(mapped=mapped), nan_in=2)
+    with pytest.raises(
+        AssertionError, match="devices drift apart along the axis 'data'"
+    ):
+        check(*replicated_step(None, mean=False, mapped=mapped), nan_in=2)
+
+
+def test_what_may_differ_between_devices_is_ignored():
+    step, *arguments = replicated_step(mean=False)
+    names = ["result[0]", "result[1]"]
+    ols.testing.assert_survives_overflow(step, *arguments, ignore=names)
+
+
+def test_one_device_shows_no_drift():
+    step, *arguments = replicated_step()
+    arguments = jax.tree.map(lambda x: x[:1], arguments)
+    with pytest.raises(ValueError, match=r"cannot be checked(.|\n)*num_cpu_devices"):
         ols.testing.assert_survives_overflow(step, *arguments)
 
 
-def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
-    """At finite ones its gradients do not overflow, so it is right to apply them."""
-
-    def small_loss(params, x, y):
-        return 2.0**-20 * loss_fn(params, x, y)
-
-    def step(params, state):
-        bits = int(jnp.log2(state.loss_scale()))
-        loss, params, state = compiled(small_loss, state, params, X, Y)
-        return params, state, {"loss": loss, "bits": bits}
-
-    compiled = jax.jit(TX.minimize, static_argnums=0)
-    bits = "result[2]['bits']"
-    said = (
-        r"OverflowError.* at an infinite loss scale, so it was tested only .* 2\*\*60"
-    )
-    with pytest.warns(UserWarning, match=said) as warned:
-        ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS), ignore=bits)
-    assert [warning.filename for warning in warned] == [__file__]
-
-
-def test_a_step_that_calls_raise_if_stuck_needs_no_warning():
-    """At an infinite loss scale it raises an error, which says that it was skipped."""
-
-    def step(params, state):
-        loss, params, state = compiled(loss_fn, state, params, X, Y)
-        ols.raise_if_stuck(state)
-        return params, state, loss
-
-    compiled = jax.jit(TX.minimize, static_argnums=0)
-    ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS))
-
-
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_an_error_of_an_assertion_itself_is_not_taken_for_the_steps(check, monkeypatch):
-    """Where only an infinite loss scale causes it, too."""
-
-    def copy_tree(tree, values):
-        if any(np.isinf(x).any() for x in values.values()):
-            raise RuntimeError("a bug of the assertion")
-        return original(tree, values)
-
-    @jax.jit
-    def step(params, state):
-        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
-        return params, state, loss
-
-    original = _experiment._copy_tree
-    monkeypatch.setattr(_experiment, "_copy_tree", copy_tree)
-    with pytest.raises(RuntimeError, match="a bug of the assertion"):
-        check(step, PARAMS, TX.init(PARAMS))
-
-
 @jax.jit
-def step_without_wrapper(params, inner_state, loss_scale):
-    _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, X, Y)
-    grads = loss_scale.unscale(grads)
-    updates, new = INNER.update(grads, inner_state, params)
-    new_params = optax.apply_updates(params, updates)
-    old = params, inner_state
-    return optax.tree.where(ols.all_finite(grads), (new_params, new), old)
+def step(params, state, x, y):
+    loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
+    return params, state, loss
 
 
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_a_step_that_does_not_tell_whether_it_was_applied_is_not_accused(check):
-    """In float32 its gradients may not overflow at the highest finite loss scale."""
+@each_assertion
+def test_wrong_calls_get_their_own_words(check):
+    state = TX.init(PARAMS)
+    with pytest.raises(TypeError, match="the first argument is the training step"):
+        check(PARAMS, state, step)
+    with pytest.raises(TypeError, match=r"or by jax\.debug\.callback|outside jit"):
+        jax.jit(lambda state: check(step, PARAMS, state, X, Y))(state)
+    with pytest.raises(ValueError, match=r"carry=\{0: 7\} must lead"):
+        check(step, PARAMS, state, X, Y, carry={0: 7})
+    with pytest.raises(ValueError, match=r"ignore='result\[9\]' names nothing"):
+        check(step, PARAMS, state, X, Y, ignore="result[9]")
+    none = ols.with_loss_scale(INNER, None)
+    with pytest.raises(ValueError, match=r"bfloat16|nan_in=2"):
+        check(step, PARAMS, none.init(PARAMS), X, Y)
 
-    check(step_without_wrapper, PARAMS, INNER.init(PARAMS), LOSS_SCALE)
 
-
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_a_loss_is_not_taken_for_the_new_value_of_a_rate(check):
+def test_results_in_other_places_are_to_be_said():
     @jax.jit
-    def step(params, state, rate):
-        def scaled_loss(params):
-            return rate * loss_fn(params, X, Y)
+    def in_order_of_minimize(params, state, x, y):
+        return TX.minimize(autocast_loss, state, params, x, y)
 
-        loss, params, state = TX.minimize(scaled_loss, state, params)
-        return params, state, loss
+    check = functools.partial(
+        ols.testing.assert_survives_overflow, in_order_of_minimize, *begun(TX), X, Y
+    )
+    with pytest.raises(ValueError, match=r"not handed on(.|\n)*carry=\{0: 1, 1: 2\}"):
+        check()
+    check(carry={0: 1, 1: 2})
+    with pytest.raises(ValueError, match="nan_in=5 names no argument"):
+        check(carry={0: 1, 1: 2}, nan_in=5)
 
-    check(step, *begun(TX), 0.5)
 
-
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_a_call_whose_last_steps_overflow_may_apply_its_first(check):
-    tx = ols.with_loss_scale(optax.adam(1e-2), LOSS_SCALE)
-    batches = jnp.stack([X, 2 * X, 4 * X, 100 * X])
-
+@each_assertion
+def test_a_residual_in_the_place_of_no_argument_is_not_accused(check):
     @jax.jit
-    def epoch(params, state, batches):
-        def one(carry, x):
-            loss, params, state = tx.minimize(autocast_loss, carry[1], carry[0], x, Y)
-            return (params, state), loss
+    def with_residual(params, state, x, temperature):
+        def loss_of(params):
+            return temperature * loss_fn(params, x, Y)
 
-        carry, losses = jax.lax.scan(one, (params, state), batches)
-        return *carry, losses
+        loss, params, state = TX.minimize(loss_of, state, params)
+        return params, state, {"loss": loss, "residual": x @ params["w"] - Y}
 
-    _, state, _ = epoch(PARAMS, tx.init(PARAMS), batches)
-    assert state.skipped_steps == state.consecutive_skipped_steps == 1
-    check(epoch, PARAMS, tx.init(PARAMS), batches)
+    check(with_residual, PARAMS, TX.init(PARAMS), X, jnp.float32(0.5))
 
 
-def test_a_step_that_does_not_return_the_state_is_found():
-    tx = ols.with_loss_scale(optax.sgd(0.1))
-
-    @jax.jit
-    def step(params, state, x, y):
-        loss, params, _ = tx.minimize(autocast_loss, state, params, x, y)
-        return params, loss
-
-    with pytest.raises(AssertionError, match="not return the optimizer's new state"):
-        ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X, Y)
-
-
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_another_network_whose_state_is_closed_over_goes_on(check):
-    """As the page on several losses says of a GAN."""
-    tx = ols.with_loss_scale(optax.adam(1e-2), LOSS_SCALE)
-    other_state = tx.init(PARAMS)
-
-    @jax.jit
-    def step(params, state, other_params, x, y):
-        loss, params, state = tx.minimize(autocast_loss, state, params, x, y)
-
-        def other_loss(other_params):
-            return autocast_loss(other_params, x @ params["w"] @ params["w"].T, y)
-
-        other_loss, other_params, new_state = tx.minimize(
-            other_loss, other_state, other_params
-        )
-        return params, state, other_params, new_state, loss, other_loss
-
-    others = jax.tree.map(lambda p: p + 1, PARAMS)
-    check(step, PARAMS, tx.init(PARAMS), others, X, Y)
-
-
-@pytest.mark.parametrize("decay", [0.9, 0.995])
-def test_an_average_that_is_returned_before_the_parameters(decay):
-    params = {**PARAMS, "scale": jnp.ones(1)}
-
-    def scaled_loss(params, x, y):
-        return autocast_loss(params, params["scale"] * x, y)
-
-    @jax.jit
-    def step(params, ema, state, x, y):
-        loss, params, state = TX.minimize(scaled_loss, state, params, x, y)
-        new = jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, ema, params)
-        return ols.where_applied(state, new, ema), params, state, loss
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    for ema in (zeros, params):
-        ols.testing.assert_survives_overflow(step, params, ema, TX.init(params), X, Y)
-
-
-def test_gradients_are_not_taken_for_the_new_teacher():
-    """Though they have its form, and depend on it."""
-
-    @jax.jit
-    def step(params, teacher, state, x, y):
-        def distance(params, teacher):
-            return loss_fn(params, x, x @ teacher["w"] + teacher["b"])
-
-        loss, grads = ols.value_and_scaled_grad(distance, state)(params, teacher)
-        unscaled = state.loss_scale.unscale(grads)
-        params, state = TX.apply_gradients(grads, state, params, value=loss)
-        return params, state, loss, unscaled
-
-    teacher = jax.tree.map(lambda p: p + 1, PARAMS)
-    arguments = PARAMS, teacher, TX.init(PARAMS), X, Y
-    ols.testing.assert_survives_overflow(step, *arguments)
-
-
-def test_a_fixed_loss_scale_without_the_wrapper_is_not_accused():
-    def step(params, inner_state, loss_scale):
-        return *step_without_wrapper(params, inner_state, loss_scale), loss_scale
-
-    arguments = PARAMS, INNER.init(PARAMS), ols.FixedLossScale(128)
-    ols.testing.assert_survives_overflow(step, *arguments)
-
-
-def test_another_optimizer_that_goes_on_may_be_ignored_with_its_count():
-    other = optax.adam(1e-3)
-
-    @jax.jit
-    def step(params, state, other_params, other_state):
-        loss, params, state = TX.minimize(autocast_loss, state, params, X, Y)
-        grads = jax.grad(loss_fn)(other_params, X, Y)
-        updates, other_state = other.update(grads, other_state)
-        other_params = optax.apply_updates(other_params, updates)
-        return params, state, other_params, other_state, loss
-
-    others = jax.tree.map(lambda p: p + 1, PARAMS)
-    arguments = step, *begun(TX), others, other.init(others)
-    with pytest.raises(AssertionError, match=r"result\[3\]\[0\].count"):
-        ols.testing.assert_survives_overflow(*arguments)
-    both = ["result[2]", "result[3]"]
-    ols.testing.assert_survives_overflow(*arguments, ignore=both)
-
-
-@pytest.mark.parametrize("mean", [0.0, 0.3, 0.3j, np.float64(0.3), np.full(3, 0.3)])
-def test_an_argument_that_jax_rounds_to_32_bits_is_not_taken_for_changed(mean):
-    @jax.jit
-    def step(params, state, mean, rate):
-        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
-        mean = ols.where_applied(state, 0.9 * mean + 0.1 * loss, mean)
-        return params, state, mean, rate
-
-    arguments = *begun(TX), mean, 0.1
-    ols.testing.assert_survives_overflow(step, *arguments)
-    ols.testing.assert_scale_invariant(step, *arguments)
-
-
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_arrays_of_text_and_of_objects_are_passed_on(check):
-    def step(params, state, batch):
-        assert batch["names"].tolist() == ["a", "b"]
-        return compiled(loss_fn, state, params, batch["x"], Y)
-
-    compiled = jax.jit(TX.minimize, static_argnums=0)
-    objects = np.array([None, "a"], object)
-    batch = {"x": X, "names": np.array(["a", "b"]), "objects": objects}
-    check(step, *begun(TX), batch)
-
-
-@pytest.mark.parametrize(
-    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
-)
-def test_a_step_may_have_a_keyword_called_step(check):
-    @jax.jit
-    def train_step(params, state, step):
-        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
-        return params, state, loss * step
-
-    check(train_step, *begun(TX), step=3)
-
-
-def test_an_empty_array_is_not_taken_for_the_batch():
-    def step(params, state, extra, x):
-        return compiled(loss_fn, state, params, jnp.concatenate([x, extra]), Y)
-
-    compiled = jax.jit(TX.minimize, static_argnums=0)
-    ols.testing.assert_survives_overflow(step, *begun(TX), jnp.zeros((0, 4)), X)
-
-
-def test_a_step_without_a_loss_scale_may_have_an_empty_parameter():
-    tx = ols.with_loss_scale(optax.sgd(0.1), None)
-
-    @jax.jit
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        return *tx.apply_gradients(grads, state, params), loss
-
-    params = {"a": jnp.zeros((0, 3)), **PARAMS}
-    ols.testing.assert_survives_overflow(step, params, tx.init(params), X, Y)
-
-
-@pytest.mark.parametrize("size", [1_000, 100_001])
-def test_every_number_of_a_large_array_is_compared(size):
-    @jax.jit
-    def step(params, histogram, state, tokens):
-        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
-        return params, histogram.at[tokens].add(1.0), state, loss
+@each_assertion
+def test_donation_static_arguments_and_guards_of_transfers(check):
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+    def step(optimizer, params, state):
+        loss, params, state = optimizer.minimize(autocast_loss, state, params, X, Y)
+        return optimizer.init, params, state, loss
 
     params, state = begun(TX)
-    with pytest.raises(AssertionError, match=r"result\[1\]"):
-        ols.testing.assert_survives_overflow(
-            step, params, jnp.ones(size), state, jnp.array([1, 3])
-        )
+    before = jax.tree.map(np.asarray, (params, state))
+    compiled = jax.jit(
+        lambda _, params, state: step.__wrapped__(TX, params, state)[1:],
+        static_argnums=0,
+        donate_argnums=(1, 2),
+    )
+    with jax.transfer_guard("disallow"), jax.debug_nans(True):
+        check(compiled, "static", params, state, carry={1: 0, 2: 1})
+    after = jax.tree.map(np.asarray, (params, state))
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
 
 
-def test_half_of_a_large_array_is_not_taken_for_its_new_value():
+@each_assertion
+def test_a_step_that_does_not_return_its_state_is_found(check):
     @jax.jit
-    def step(frozen, params, state):
-        loss, params, state = TX.minimize(loss_fn, state, params, X, Y)
-        return 0.9 * frozen[::2], params, state, loss
+    def forgetful(params, state, x, y):
+        loss, params, _ = TX.minimize(autocast_loss, state, params, x, y)
+        return params, loss
 
-    ols.testing.assert_survives_overflow(step, jnp.ones(2**16), *begun(TX))
-
-
-def test_a_count_that_goes_on_at_a_nan_is_found():
-    tx = ols.with_loss_scale(optax.adam(1e-3), LOSS_SCALE)
-
-    @jax.jit
-    def step(params, state, x):
-        loss, params, state = tx.minimize(loss_fn, state, params, x, Y)
-        adam, *others = state.inner_state
-        adam = adam._replace(count=adam.count + jnp.isnan(x).any())
-        return params, state._replace(inner_state=(adam, *others)), loss
-
-    with pytest.raises(AssertionError, match=r"With a NaN in .*\n.*count"):
-        ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X)
+    with pytest.raises(AssertionError, match="does not return its new state"):
+        check(forgetful, PARAMS, TX.init(PARAMS), X, Y)
 
 
-def test_a_skip_is_counted_inside_a_state_of_optax_as_well():
-    tx = optax.contrib.split_real_and_imaginary(TX)
+def test_an_error_at_an_infinite_loss_scale_says_where_it_was_raised():
+    def logging(params, state, x, y):
+        bits = int(jnp.log2(state.loss_scale()))
+        return *step(params, state, x, y), bits
 
-    @jax.jit
-    def step(params, state, x, y):
-        grad = ols.value_and_scaled_grad(autocast_loss, state)
-        loss, grads = grad(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    ols.testing.assert_survives_overflow(step, PARAMS, tx.init(PARAMS), X, Y)
+    with pytest.raises(OverflowError) as error:
+        ols.testing.assert_survives_overflow(logging, PARAMS, TX.init(PARAMS), X, Y)
+    assert error.value.__notes__[-1].endswith("at a loss scale of 2**inf.")

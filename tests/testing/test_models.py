@@ -1,0 +1,20 @@
+"""Right models in float16 are accused of nothing, at twenty seeds each."""
+
+import pytest
+from models import MODELS
+
+import optax_lossscale as ols
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_trains_in_float16_is_not_accused(name, seed):
+    step, arguments = MODELS[name](seed)
+    ols.testing.assert_scale_invariant(step, *arguments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_trains_in_float16_survives_an_overflow(name):
+    step, arguments = MODELS[name](0)
+    ols.testing.assert_survives_overflow(step, *arguments)
