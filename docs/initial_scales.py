@@ -62,7 +62,7 @@ if __name__ == "__main__":
             functools.partial(loss_fn, weight), demo.init(jax.random.key(0)), tokens
         ).initial_scale
         starts = {
-            "`diagnose`": ols.DynamicLossScale(initial_scale=found.scale),
+            "`diagnose`": ols.DynamicLossScale(initial_scale=found),
             "TensorFlow": ols.DynamicLossScale(),
             "PyTorch": ols.DynamicLossScale(2.0**16, min_scale=None),
             "Flax": ols.DynamicLossScale(2.0**16, 2001, min_scale=None),

@@ -34,7 +34,7 @@ Choose what to skip:
     skips                    rules that skip finite steps with too large a norm or loss
 
 Diagnose, log and test:
-    diagnose                 reports whether float16 suits a model, and if not, why
+    diagnose                 compares a loss and its gradients with float32, line by line
     metrics                  returns what to log at each step
     raise_if_stuck           raises LossScaleError if training cannot continue
     dtype_report             lists which products compute in which dtype, line by line

@@ -88,7 +88,7 @@ def diagnose(
       >>> report = ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x)  # print it to see all
       >>> report.gradients["w"].lost_unscaled, report.gradients["w"].lost
       (1.0, 0.0)
-      >>> report.initial_scale == 2**37
+      >>> report.initial_scale == 2**38
       True
     """
     checks.check_function("loss_fn", loss_fn)

@@ -155,7 +155,9 @@ class Diagnosis:
         scale = scale_name(self.initial_scale)
         text = f"Loss scale: {scale} fits"
         if any(x.error == math.inf for x in self.gradients.values()):
-            text = f"Loss scale: none makes all finite; in float32's numbers, {scale} fits"
+            text = (
+                f"Loss scale: none makes all finite; in float32's numbers, {scale} fits"
+            )
         if self.overflow is None:
             text += f"; nothing overflows up to {scale_name(LARGEST_SCALE)}"
         else:

@@ -46,13 +46,20 @@ from against_float32 import (  # noqa: E402
 )
 
 import optax_lossscale as ols  # noqa: E402
-from optax_lossscale._diagnosis.wide import (  # noqa: E402
-    in_wide,
-    wide_dtype,
+from optax_lossscale._diagnosis.equation import (  # noqa: E402
+    in_float32,
+    is_compared,
+    widened,
 )
 from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
 from optax_lossscale._programs.products import is_product  # noqa: E402
-from optax_lossscale._programs.values import FLOAT32, astypes, dtype_in, is_inexact  # noqa: E402
+from optax_lossscale._programs.values import (  # noqa: E402
+    FLOAT32,
+    astypes,
+    dtypes_in,
+    is_inexact,
+    is_narrow_dtype,
+)
 from optax_lossscale._programs.versions import (  # noqa: E402
     bind,
     constants,
@@ -74,7 +81,8 @@ def evaluated(program, compute):
     jaxpr = open_jaxpr(program)
 
     def dtypes(variables):
-        return [wide_dtype(dtype_in(v), FLOAT32) for v in variables]
+        dtypes = dtypes_in(variables)
+        return [FLOAT32 if is_narrow_dtype(x) else x for x in dtypes]
 
     def call(args):
         variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -104,10 +112,13 @@ def evaluated(program, compute):
 
 def widely(eqn, ins):
     """The results of an equation in float32, wherever possible."""
-    # on devices, where `in_wide` has stacks of all of them
+    as_traced = astypes(ins, dtypes_in(eqn.invars))
     if name_of(eqn) in ("pvary", "psum_invariant"):
         return bind(eqn, ins)
-    return in_wide(eqn, ins, FLOAT32)
+    outs = bind(eqn, as_traced)
+    if not is_compared(eqn):
+        return [widened(x) for x in outs]
+    return in_float32(eqn, as_traced, ins, outs)
 
 
 SMALLEST = 2.0**-25  # half its smallest number

@@ -121,30 +121,6 @@ def printed_by(code):
     return out.getvalue()
 
 
-EMBEDDING = """\
-import jax, jax.numpy as jnp
-import optax_lossscale as ols
-
-
-def loss_fn(params, tokens):
-    x = params["embed"].astype(jnp.float16)[tokens]
-    x = jnp.tanh(x @ params["out"].astype(jnp.float16))
-    return jnp.mean((x.astype(jnp.float32) - 1) ** 2)
-
-
-params = {"embed": jnp.full((4, 16), 0.1), "out": jnp.full((16, 4), 0.1)}
-print(ols.diagnose(loss_fn, params, jnp.arange(32_768) % 4))
-"""
-
-
-def test_what_diagnosis_says_of_an_embedding_is_printed():
-    text = (ROOT / "docs/diagnosis.md").read_text()
-    [shown] = re.findall(
-        r"^```text\n(float16 gives wrong gradients.*?)```", text, re.M | re.S
-    )
-    assert set(shown.splitlines()) <= set(printed_by(EMBEDDING).splitlines())
-
-
 STANDALONE = {
     "skipping": programs("docs/skipping.md")[:1],
     "from PyTorch": programs("docs/coming_from_pytorch.md"),
@@ -172,8 +148,8 @@ def test_the_landing_page_has_the_readmes_program_which_fits_a_phone():
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_all_five_notebooks_are_found():
-    assert len(NOTEBOOKS) == 5
+def test_all_four_notebooks_are_found():
+    assert len(NOTEBOOKS) == 4
 
 
 # Characters that a code box of the site shows at 1440 pixels. Reports of the library

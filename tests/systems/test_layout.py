@@ -90,7 +90,7 @@ def test_each_file_says_in_its_first_line_what_it_is_about():
         ("skips", "import optax_lossscale._step.gradient"),
         (
             "_step",
-            "def f():\n    from optax_lossscale._diagnosis.page import Diagnosis",
+            "def f():\n    from optax_lossscale._diagnosis.report import Diagnosis",
         ),
         ("_diagnosis", "from optax_lossscale import testing"),
         ("_diagnosis", "import optax_lossscale as ols"),
