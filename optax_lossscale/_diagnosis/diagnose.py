@@ -130,11 +130,7 @@ def _diagnosis(
 ) -> Diagnosis:
     """Runs a gradient at a loss scale of 1 and at the one that fits."""
     run = Run([], Origins(), {})
-    # Arrays on several devices are compared on one.
-    arguments = [
-        value_of(jnp.asarray(jax.device_get(x.array)), _row_of(x))
-        for x in gradient.arguments
-    ]
+    arguments = [value_of(x.array, _row_of(x)) for x in gradient.arguments]
     loss, *kept = Program(gradient.forward, run)(arguments)
     forward = run.table.copy()
 

@@ -62,9 +62,9 @@ def compare(low: Any, true: Any) -> Figures:
     if not is_known.all():
         wrong += INFINITE * bool(np.isinf(true).any())
         wrong += UNDEFINED * bool(np.isnan(true).any())
-    magnitudes = np.abs(true[is_known])
-    low = low[is_finite]
-    true = true[is_finite]
+    magnitudes = np.abs(_where(is_known, true))
+    low = _where(is_finite, low)
+    true = _where(is_finite, true)
     distances = np.abs(low - true)
     is_lost = (low == 0) & (true != 0)
     size = _norm(magnitudes)
@@ -82,6 +82,10 @@ def compare(low: Any, true: Any) -> Figures:
         size=size,
         typical=size / max(magnitudes.size, 1) ** 0.5,
     )
+
+
+def _where(is_kept: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return x if is_kept.all() else x[is_kept]
 
 
 def _norm(x: np.ndarray) -> float:

@@ -28,7 +28,7 @@ class Argument(NamedTuple):
 
     Attributes:
       name: its path, such as `encoder/w`, `args/0` or `kwargs/mask`.
-      array: the array.
+      array: the array, on one device.
       is_parameter: whether the gradient is with respect to it.
     """
 
@@ -70,10 +70,6 @@ def gradient_of(
     inputs = (_with_floats_as_arrays(params), args, kwargs)
     arguments = _arguments(inputs)
     arrays = [argument.array for argument in arguments]
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-        raise TypeError(
-            "diagnose runs the loss function, so give it arrays, not a ShapeDtypeStruct"
-        )
     positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
     gradient = _gradient_function(loss_fn, inputs, positions, has_aux)
     program = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
@@ -155,7 +151,14 @@ def _arguments(inputs: tuple) -> list[Argument]:
         seen.add(id(leaf))
         name = prefixes[first.idx] + path_name(path)
         for x in filter(is_traceable, jax.tree.leaves(leaf)):
-            arguments.append(Argument(name, x, first.idx == 0 and is_inexact(x)))
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    "diagnose runs the loss function, so give it arrays, not a "
+                    "ShapeDtypeStruct"
+                )
+            # Arrays on several devices are compared on one.
+            array = jnp.asarray(jax.device_get(x))
+            arguments.append(Argument(name, array, first.idx == 0 and is_inexact(x)))
     counts = Counter(argument.name for argument in arguments)
     return [
         x if counts[x.name] == 1 else x._replace(name=f"{x.name} (argument {n})")
