@@ -301,18 +301,15 @@ def test_devices_agree_by_one_scalar(target, door, placement):
     assert gathered(ours) <= gathered(plain)
 
 
-@over_h100
+@over_targets(_targets.V5E)
 def test_a_conditional_would_be_noticed(target):
-    """What the tests above are for: none of them would pass with the wrong branch.
-
-    From jax 0.12 on, one around `apply_gradients` is in place.
-    """
+    """What the tests above are for: they would not pass with the wrong branch."""
     plain = plain_optimizer_step(ADAMW, target, "float32")
     ours = optimizer_step(
         _ways.update(ADAMW, "dynamic", branch="cond"), target, "float32"
     )
     assert extra_memory(ours, plain) > 0.9
-    assert ours.bytes_moved > 1.5 * plain.bytes_moved
+    assert ours.bytes_moved > 1.4 * plain.bytes_moved
 
 
 def make(loss_scale):
