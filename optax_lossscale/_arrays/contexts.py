@@ -11,6 +11,7 @@ none, and nor does a training step.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,22 +22,35 @@ class Context:
 
     def __init__(self):
         self._context: Any = None
+        # The values of `with` blocks that were entered before it existed, outermost
+        # first, and where to enter them in it
+        self._entered: list[tuple[Any, contextlib.ExitStack]] = []
 
     def create(self) -> None:
-        """Makes the setting, if it was not made before."""
+        """Makes the setting, if it was not made before; also inside of a `with`."""
         if self._context is None:
             self._context = jax.make_user_context(None)
+            for value, stack in self._entered:
+                stack.enter_context(self._context(value))
 
     @property
     def value(self) -> Any:
         """The current value; None by default."""
         return None if self._context is None else self._context.value
 
-    def __call__(self, value: Any) -> contextlib.AbstractContextManager[Any]:
-        """Sets the value in a `with` block; does nothing before `create`."""
-        if self._context is None:
-            return contextlib.nullcontext()
-        return self._context(value)
+    @contextlib.contextmanager
+    def __call__(self, value: Any) -> Iterator[None]:
+        """Sets the value in a `with` block."""
+        with contextlib.ExitStack() as stack:
+            if self._context is not None:
+                stack.enter_context(self._context(value))
+                yield
+                return
+            self._entered.append((value, stack))
+            try:
+                yield
+            finally:
+                self._entered.pop()
 
 
 AUTOCAST_DTYPE = Context()

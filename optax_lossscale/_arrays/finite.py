@@ -5,12 +5,12 @@ of its gradients once before it applies any. That read is the cost of the check.
 same read yields the norm of the gradients; a loss scale that wants the largest of them
 takes one more on a CPU.
 
-XLA decides how often the gradients are read. Its compilers for GPU and TPU fuse several
-reductions of one array into one pass. Its compiler for CPU makes of a reduction with
-one result several passes, which write and read an array as large as the leaf; one with
-two results becomes a single pass at the speed of memory. So on CPU a leaf is reduced as
-pairs of a number and a flag (`_in_pairs`), and elsewhere number and flag are reduced
-apart (`_apart`). docs/benchmarks/findings.md has the measurements.
+On GPU and TPU, a leaf is reduced to one number, with a mark in place of each element
+that is not finite (`_marked`). XLA's compiler for CPU makes of a reduction with one
+result several passes, which write and read an array as large as the leaf. One with two
+results becomes a single pass at the speed of memory, so there a leaf is reduced as
+pairs of a number and a flag (`_in_pairs`). docs/benchmarks/findings.md has the
+measurements.
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
 reduction needs. Under `pmap` and `shard_map`, the check reads the arrays of one replica
@@ -19,7 +19,7 @@ alone; `replicas.py` reduces the results of all to one.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ from jax.sharding import AxisType
 
 from optax_lossscale._arrays.checks import LARGEST_FLOAT32
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
-
-Combine = Callable[[jax.Array, jax.Array], jax.Array]
-"""An operation on two numbers with the neutral element 0: `lax.add` or `lax.max`."""
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -70,11 +67,14 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 
     The norm and the sum of squares under its root are float32: a norm of 2**64 or more
     is infinite even if every element is finite, and that of elements below 1e-19, whose
-    squares are flushed to zero, is 0. On CPU, where a few running sums take all of a
-    leaf, the norm of 2**25 elements is off by 1e-3, and that of 2**29 by 5%.
+    squares are flushed to zero, is 0. If an element is not finite, it is infinite. On
+    CPU, where a few running sums take all of a leaf, the norm of 2**25 elements is off
+    by 1e-3, and that of 2**29 by 5%.
     """
-    sum_of_squares, finite = _read(tree, jnp.square, lax.add)
-    return jnp.sqrt(sum_of_squares), finite
+    # A sum of squares may be infinite, but only a mark makes it NaN.
+    sum_of_squares = _read(tree, _SQUARES)
+    finite = ~jnp.isnan(sum_of_squares)
+    return jnp.where(finite, jnp.sqrt(sum_of_squares), jnp.inf), finite
 
 
 def largest(tree: Any) -> jax.Array:
@@ -84,62 +84,80 @@ def largest(tree: Any) -> jax.Array:
     beyond float32's range as the largest float32 number. The result is float32, shape
     (). It is 0 for a tree without floating-point and complex leaves.
     """
-    maximum, finite = _read(tree, jnp.abs, lax.max)
-    # A maximum may have lost a NaN, but the flag has not.
-    return jnp.where(finite, jnp.minimum(maximum, LARGEST_FLOAT32), jnp.inf)
+    return _read(tree, _MAGNITUDES)
 
 
-def _read(
-    tree: Any, function: Callable[[jax.Array], jax.Array], combine: Combine
-) -> tuple[jax.Array, jax.Array]:
-    """Reads each element once; returns a float32 number and a flag of shapes ().
+class _Reduction(NamedTuple):
+    """What to compute of each element, and how to combine the results.
 
-    The number combines `function` of all elements. The flag is whether all are finite.
+    Attributes:
+      function: maps an array to a float32 array.
+      combine: combines two results; its neutral element is 0.
+      mark: the result if an element is not finite, which no finite ones give.
     """
-    return _read_leaves(_real_leaves(tree), function, combine)
+
+    function: Callable[[jax.Array], jax.Array]
+    combine: Callable[[jax.Array, jax.Array], jax.Array]
+    mark: float
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(jnp.float32))
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    return jnp.minimum(jnp.abs(x.astype(jnp.float32)), LARGEST_FLOAT32)
+
+
+_SQUARES = _Reduction(_square, lax.add, np.nan)
+_MAGNITUDES = _Reduction(_magnitude, lax.max, np.inf)
+
+
+def _read(tree: Any, reduction: _Reduction) -> jax.Array:
+    """Reads each element once; returns a float32 number, shape ()."""
+    return _read_leaves(_real_leaves(tree), reduction)
 
 
 # Where nothing else is compiled, this is, once.
-@partial(jax.jit, static_argnames=("function", "combine"), inline=True)
-def _read_leaves(leaves, function, combine):
-    in_pairs = partial(_in_pairs, function=function, combine=combine)
-    apart = partial(_apart, function=function, combine=combine)
+@partial(jax.jit, static_argnames="reduction", inline=True)
+def _read_leaves(leaves: list[jax.Array], reduction: _Reduction) -> jax.Array:
+    in_pairs = partial(_in_pairs, reduction=reduction)
+    marked = partial(_marked, reduction=reduction)
     if any(map(_is_on_several_devices, leaves)):
         # XLA makes one all-reduce of one result a leaf, but gathers leaves for pairs.
-        return apart(leaves)
-    return lax.platform_dependent(leaves, cpu=in_pairs, default=apart)
+        return marked(leaves)
+    return lax.platform_dependent(leaves, cpu=in_pairs, default=marked)
 
 
-def _in_pairs(leaves, function, combine):
+def _in_pairs(leaves: list[jax.Array], reduction: _Reduction) -> jax.Array:
     """Reduces each leaf once, as pairs of a number and a flag."""
+    function, combine, mark = reduction
 
     def combine_pairs(pair, other):
         return combine(pair[0], other[0]), lax.bitwise_and(pair[1], other[1])
 
     pairs = []
     for x in leaves:
-        operands = function(x.astype(jnp.float32)), lax.is_finite(x)
-        neutral = np.float32(0), np.True_
+        operands = (function(x), lax.is_finite(x))
+        neutral = (np.float32(0), np.True_)
         pairs.append(lax.reduce(operands, neutral, combine_pairs, range(x.ndim)))
-    # The barrier keeps the pairs in one pass where only one of the two is read, and
-    # XLA from fusing all leaves into a kernel with as many arguments, which compiles in
-    # quadratic time.
+    # Without the barrier, XLA would fuse all leaves into a kernel with as many
+    # arguments, which compiles in quadratic time.
     numbers, flags = lax.optimization_barrier(
         tuple(map(jnp.stack, zip(*pairs, strict=True)))
     )
-    return lax.reduce(numbers, np.float32(0), combine, [0]), flags.all()
+    number = lax.reduce(numbers, np.float32(0), combine, [0])
+    return jnp.where(flags.all(), number, mark)
 
 
-def _apart(leaves, function, combine):
-    """Reduces each leaf twice; XLA for GPU and TPU reads it once."""
+def _marked(leaves: list[jax.Array], reduction: _Reduction) -> jax.Array:
+    """Reduces each leaf once, with a mark in place of what is not finite."""
+    function, combine, mark = reduction
     numbers = []
-    flags = []
     for x in leaves:
-        operand = function(x.astype(jnp.float32))
+        operand = jnp.where(lax.is_finite(x), function(x), mark)
         numbers.append(lax.reduce(operand, np.float32(0), combine, range(x.ndim)))
-        flags.append(lax.is_finite(x).all())
-    number = lax.reduce(jnp.stack(numbers), np.float32(0), combine, [0])
-    return number, jnp.stack(flags).all()
+    return lax.reduce(jnp.stack(numbers), np.float32(0), combine, [0])
 
 
 def _real_leaves(tree: Any) -> list[jax.Array]:

@@ -14,8 +14,8 @@ is the way that moves fewer bytes on the applied ones:
 - On CPU, a conditional, which computes its results in place.
 - On GPU and TPU, a select, which is fused into the kernel that computes the result.
   There, a conditional may put its results into separate buffers and copy them from
-  these: on GPU all results, or from jax 0.12 on those of `update` alone, and on TPU
-  those of `update`.
+  these: on a TPU those of `update`, and on a GPU, with jax 0.10, those of
+  `apply_gradients`.
 
 What this file says about XLA was read from programs compiled with jax 0.10 to 0.12, not
 timed.

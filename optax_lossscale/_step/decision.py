@@ -100,8 +100,7 @@ def _norm_and_finite(
     only their squares overflow, else the norm.
     """
     norm, finite = norm_and_all_finite(grads)
-    bounded = jnp.minimum(norm, LARGEST_FLOAT32)
-    number = jnp.where(finite, bounded, jnp.inf)
+    number = jnp.where(finite, jnp.minimum(norm, LARGEST_FLOAT32), jnp.inf)
     largest = reduce_replicas(lax.pmax, number, axis_name)
     norm = jnp.where(largest < LARGEST_FLOAT32, largest, jnp.inf)
     return norm, jnp.isfinite(largest)

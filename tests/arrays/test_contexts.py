@@ -34,6 +34,26 @@ def test_importing_the_package_and_taking_a_step_traces_nothing_anew():
     """)
 
 
+def test_a_kernel_that_is_wrapped_inside_of_autocast_is_given_16_bits():
+    """Where nothing has asked for the dtype before, and none is left behind."""
+    run("""
+        import jax, jax.numpy as jnp
+        import optax_lossscale as ols
+        dtypes = []
+        def kernel(x):
+            dtypes.append(x.dtype)
+            return x
+        inner = lambda x: jax.jit(ols.cast_inputs(kernel))(x) @ x
+        outer = lambda x: ols.autocast(inner)(x) + ols.cast_inputs(kernel)(x) @ x
+        x = jnp.eye(4)
+        jax.make_jaxpr(ols.autocast(outer, jnp.bfloat16))(x)
+        assert dtypes == ["float16", "bfloat16"], dtypes
+        ols.cast_inputs(kernel)(x)
+        jax.jit(ols.cast_inputs(kernel))(x)
+        assert dtypes[2:] == ["float32", "float32"], dtypes
+    """)
+
+
 def test_a_function_that_diagnose_has_traced_is_scaled_again_afterwards():
     tx = ols.with_loss_scale(optax.sgd(0.1), 8)
     state = tx.init(jnp.ones(2))

@@ -22,7 +22,9 @@ def oracle(bound, event, *, margin=1, memory=512, min_scale=1.0):
     top = 16 - margin - floor
     if event == "overflow":
         bound = min(bound + 1, top + 1)
-    elif event > 0:
+    elif event == 0:
+        bound = min(bound, top)
+    else:
         fallen = bound - np.float32(1 / memory)
         bound = np.clip(max(math.frexp(event)[1], fallen), 16 - margin - 60, top)
     return float(bound), 2.0 ** max(math.floor(16 - margin - bound), floor)
