@@ -137,7 +137,7 @@ def _diagnosis(
     def backward(scale):
         """Returns the gradients and the rows of a backward pass."""
         run.table.clear()
-        seed = value_of(np.float32(scale), is_scaled=True)
+        seed = value_of(np.asarray(scale, np.float32), is_scaled=True)
         grads = Program(gradient.backward, run)([*kept, seed])
         by_name = dict(zip(gradient.parameters, grads, strict=True))
         return by_name, [row for row in run.table if row in run.origins.read]

@@ -224,7 +224,8 @@ def _sorted(call: _Call) -> list[Array]:
     params = call.eqn.params
     axis = params["dimension"]
     positions = lax.broadcasted_iota(np.int32, call.lows[0].shape, axis)
-    *_, order = lax.sort([*call.lows, positions], **params)
+    operands = tuple(map(jnp.asarray, (*call.lows, positions)))
+    *_, order = lax.sort(operands, **params)
     return [jnp.take_along_axis(x, order, axis) for x in call.trues]
 
 

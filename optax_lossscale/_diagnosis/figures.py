@@ -76,7 +76,7 @@ def compare(low: Any, true: Any) -> Figures:
         wrong=wrong + OFF * (error > TOLERANCE),
         error=error,
         distance=distance,
-        lost=_ratio(np.count_nonzero(is_lost), np.count_nonzero(true)),
+        lost=_ratio(int(np.count_nonzero(is_lost)), int(np.count_nonzero(true))),
         lost_error=_ratio(_norm(distances[is_lost]), distance) ** 2,
         largest=float(magnitudes.max(initial=0)),
         size=size,

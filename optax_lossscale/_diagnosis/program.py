@@ -213,9 +213,10 @@ class _Equation:
             row.note(figures, error_before, iterations)
             fault = None
             if figures.wrong:
+                faults = filter(None, (x.fault for x in operands))
                 fault = Fault(
                     figures.wrong,
-                    [x.fault for x in operands if _leads_to(x.fault, figures.wrong)],
+                    [x for x in faults if _leads_to(x, figures.wrong)],
                     row,
                     error_before,
                     figures.error,

@@ -177,7 +177,8 @@ class Diagnosis:
             return ["Lost: no gradient at 1"]
         rows = [("Lost", "at 1", f"at {scale_name(self.initial_scale)}")]
         for name in sorted(lost, key=lambda name: max(lost[name]), reverse=True):
-            rows.append((f"  {name}", *map(percent, lost[name])))
+            unscaled, scaled = map(percent, lost[name])
+            rows.append((f"  {name}", unscaled, scaled))
         return aligned(rows[: MOST_SHOWN + 1])
 
 
