@@ -264,9 +264,7 @@ class _Equation:
             fault.cause = "rounds"
 
 
-def _leads_to(fault: Fault | None, wrong: int) -> bool:
+def _leads_to(fault: Fault, wrong: int) -> bool:
     """Whether what is wrong with an operand may be what is wrong with a result."""
-    if fault is None:
-        return False
     makes_nan = bool(fault.wrong & INFINITE and wrong & UNDEFINED)
     return makes_nan or bool(fault.wrong & wrong)
