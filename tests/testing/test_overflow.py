@@ -32,10 +32,10 @@ TX = ols.with_loss_scale(INNER, LOSS_SCALE)
 HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
 KEPT = "where_applied"
 CHANGED = "an overflow changed it"
-APPLIED = "the step is applied at an infinite loss scale"
-AT_NAN = "the step is applied with a NaN in argument"
+APPLIED = "the step is applied despite an overflow"
+AT_NAN = "the step is applied despite a NaN in argument"
 NOT_ADAPTED = "the step does not adapt its loss scale"
-UNCOUNTED = "the step is skipped, but the state that comes back does not count the skip"
+UNCOUNTED = "does not count that it is skipped"
 NAN = "a NaN in argument 3 changed it"
 NOT_FOUND = None
 
