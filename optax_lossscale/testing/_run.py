@@ -122,11 +122,10 @@ def run(
     # The argument that each of them stands for
     origins = {names[result]: f"args[{i}]" for i, result in carry.items()}
     origins |= {name: name for name in in_place}
-    for cls in (LossScaleState, LossScale):
-        if nodes_in(cls, args) and not nodes_in(cls, came_back):
-            raise AssertionError(_NOT_RETURNED)
     states = list(nodes_in(LossScaleState, came_back).values())
-    scales = _scales_in(came_back)
+    scales = [_on_host(x.loss_scale) for x in nodes_in(LossScale, came_back).values()]
+    if not scales and nodes_in(LossScale, args):
+        raise AssertionError(_NOT_RETURNED)
     if states:
         was_applied = _count_skips(came_back) <= _count_skips(args)
     else:
@@ -140,9 +139,9 @@ def run(
                 old = None
             drift = None if old is None else _drift(x, old, is_stacked)
             numbers[name + place] = Number(_on_host(x), old, drift)
-    for name in _metrics_in(numbers, came_back):
-        del numbers[name]
-    numbers = _without(ignore, numbers)
+    logged = _metrics_in(numbers, came_back)
+    numbers = {name: x for name, x in numbers.items() if name not in logged}
+    numbers = _without((ignore,) if isinstance(ignore, str) else tuple(ignore), numbers)
     drifting = {name: x.drift for name, x in numbers.items() if x.drift is not None}
     if drifting:
         axis = next(iter(drifting.values()))
@@ -168,8 +167,8 @@ def is_equal(x: np.ndarray, y: np.ndarray) -> bool:
 def listed(names: Iterable[str]) -> str:
     """Formats at most eight names as lines."""
     lines = [f"  {name}" for name in names]
-    more = len(lines) - 8
-    return "\n".join([*lines[:8], f"  and {more} more"] if more > 0 else lines)
+    rest = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return "\n".join(lines[:8] + rest)
 
 
 def _changes(
@@ -189,7 +188,7 @@ def _changes(
     spoiled = {
         place: _on_host(x)
         for place, x in _numbers_in(args).items()
-        if place.startswith(f"[{nan_in}]") and is_inexact_leaf(x) and np.size(x)
+        if place.startswith(f"[{nan_in}]") and is_inexact_leaf(x)
     }
     if not spoiled:
         raise ValueError(
@@ -197,7 +196,7 @@ def _changes(
             "of the step's arguments, from 0 on, such as that of the batch"
         )
     for x in spoiled.values():
-        x.flat[0] = np.nan
+        x.flat[:1] = np.nan
     return changes | spoiled
 
 
@@ -255,15 +254,19 @@ def _is_kept(x: Any, snapshot: Any) -> bool:
 def _numbers_in(tree: Any) -> dict[str, Any]:
     """Returns the arrays of numbers or bools in a tree, without loss scales."""
     scales = tuple(f"{place}." for place in nodes_in(LossScale, tree))
-    numbers = {}
-    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
-        place = keystr(path)
-        array = without_variables(x)
-        if is_array_leaf(array) and not place.startswith(scales):
-            dtype = dtype_of(array)
-            if dtype == np.bool_ or jnp.issubdtype(dtype, np.number):
-                numbers[place] = array
-    return numbers
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
+    arrays = {keystr(path): without_variables(x) for path, x in leaves}
+    return {
+        place: x
+        for place, x in arrays.items()
+        if _is_numeric(x) and not place.startswith(scales)
+    }
+
+
+def _is_numeric(x: Any) -> bool:
+    """Whether a leaf is an array of numbers or bools, not of keys or texts."""
+    kinds = (np.number, np.bool_)
+    return is_array_leaf(x) and any(jnp.issubdtype(dtype_of(x), kind) for kind in kinds)
 
 
 def _handed_on(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
@@ -313,50 +316,37 @@ def _on_host(x: Any) -> np.ndarray:
     return np.array(jax.device_get(x), dtype_of(x))
 
 
-def _scales_in(tree: Any) -> list[np.ndarray]:
-    """Returns the values of loss scales, on the host."""
-    return [_on_host(x.loss_scale) for x in nodes_in(LossScale, tree).values()]
-
-
 def _count_skips(tree: Any) -> int:
     """Returns how many steps all states together, on all devices, count as skipped."""
     states = nodes_in(LossScaleState, tree).values()
     return sum(int(_on_host(x.skipped_steps).sum()) for x in states)
 
 
-def _metrics_in(names: Collection[str], tree: Any) -> set[str]:
-    """Returns the names of what `metrics` returned.
+def _metrics_in(names: Iterable[str], tree: Any) -> set[str]:
+    """Returns the names that `metrics` gives in a dict with a `log2_loss_scale`.
 
-    These are the entries of a dict that has all names of `metrics`, perhaps after a
-    prefix, as in `{f"train/{name}": x for name, x in metrics(state).items()}`.
+    These may have a prefix, as in `{f"train/{name}": x for name, x in ….items()}`.
     """
-    found = set()
+    end = "log2_loss_scale']"
+    starts = [name.removesuffix(end) for name in names if name.endswith(end)]
     owners = nodes_in(LossScaleState, tree) | nodes_in(LossScale, tree)
-    for owner in owners.values():
-        for name in names:
-            if name.endswith("log2_loss_scale']"):
-                start = name.removesuffix("log2_loss_scale']")
-                entries = {f"{start}{x}']" for x in jax.eval_shape(metrics, owner)}
-                found |= entries if entries <= set(names) else set()
-    return found
+    return {
+        f"{start}{name}']"
+        for owner in owners.values()
+        for name in jax.eval_shape(metrics, owner)
+        for start in starts
+    }
 
 
-def _without(ignore: str | Collection[str], numbers: dict[str, T]) -> dict[str, T]:
-    """Leaves out those that `ignore` names, singly or as a tree.
-
-    Raises a `ValueError` if there is nothing of such a name.
-    """
-    left_out = set()
-    for tree in [ignore] if isinstance(ignore, str) else ignore:
-        inside = (f"{tree}[", f"{tree}.")
-        in_tree = {x for x in numbers if x == tree or x.startswith(inside)}
-        if not in_tree:
+def _without(ignore: tuple[str, ...], numbers: dict[str, T]) -> dict[str, T]:
+    """Leaves out those whose names begin as `ignore` says, each of which must be."""
+    for name in ignore:
+        if not any(x.startswith(name) for x in numbers):
             names = "\n  ".join(numbers)
             raise ValueError(
-                f"ignore={tree!r} names nothing that comes back. What does is\n  {names}"
+                f"ignore={name!r} names nothing that comes back. What does is\n  {names}"
             )
-        left_out |= in_tree
-    return {name: x for name, x in numbers.items() if name not in left_out}
+    return {name: x for name, x in numbers.items() if not name.startswith(ignore)}
 
 
 def _is_stacked(states: Iterable[LossScaleState]) -> bool:
@@ -385,11 +375,12 @@ def _drift(x: Any, before: np.ndarray, is_stacked: bool) -> str | None:
         copy = (before[shard.index], _on_host(shard.data))
         first = copies.setdefault(part, copy)
         if is_equal(copy[0], first[0]) and not is_equal(copy[1], first[1]):
-            split = jax.tree.leaves(tuple(x.sharding.spec))
-            copied = [
-                str(axis) for axis in x.sharding.mesh.axis_names if axis not in split
-            ]
-            return split[0] if is_stacked else ", ".join(copied)
+            # The first axis of the mesh along which there are copies
+            return next(
+                str(axis)
+                for axis in x.sharding.mesh.axis_names
+                if is_stacked or repr(axis) not in str(x.sharding.spec)
+            )
     return None
 
 
