@@ -62,8 +62,8 @@ def assert_scale_invariant(
     will do: that takes milliseconds, besides the seconds to compile the step once.
 
     Of what the step hands on, its change is compared; of anything else, its value. Loss
-    scales are left out, and so is a dict with all entries of `metrics`, perhaps with a
-    prefix. It does not find a threshold on scaled gradients that no scale tried crosses
+    scales are left out, and so are the entries of `metrics` in a dict that has
+    `log2_loss_scale`, perhaps with a prefix. It does not find a threshold on scaled gradients that no scale tried crosses
     (a flag, a histogram), nor what is added to scaled gradients and vanishes beside
     them. A leaf whose gradients underflow even at the highest scale is accused: name it
     in `ignore`.
@@ -74,8 +74,8 @@ def assert_scale_invariant(
       *args: its arguments, with a loss scale that adapts.
       carry: `{argument: result}`, which result is the new value of which argument, by
         position. By default, that in its place, if structure and shapes agree.
-      ignore: names of results that may depend on the loss scale, as in the error:
-        `"result[2]['scale']"`, or `"result[2]"` for everything in it.
+      ignore: names of results that may depend on the loss scale, as in the error, or
+        how they begin: `"result[2]['scale']"`, or `"result[2]"` for all of it.
       rtol: by how much a leaf may differ, in the 2-norm. Float16 models from an MLP to
         a ResNet with biases before batch norm differ by 1e-5 at most.
 
@@ -147,8 +147,8 @@ def assert_survives_overflow(
     At an infinite loss scale, all gradients overflow. A correct step is then skipped:
     what it hands on is what it was given, the skip is counted, and the loss scale is
     finite again. With `nan_in`, the same must hold for a NaN in that argument. Every
-    float that is handed on is compared, and in a `LossScaleState` every integer, but
-    not integers elsewhere, which may be counters of calls or keys.
+    float that is handed on is compared, and every integer in the state of the wrapped
+    optimizer, but no others, which may be counters of calls or keys.
 
     The step is run twice, or three times with `nan_in`, on copies of its arguments: in
     the first run at a loss scale of 1. A toy configuration will do: that takes
@@ -167,8 +167,8 @@ def assert_survives_overflow(
       *args: its arguments. Without a loss scale that adapts, `nan_in` is needed.
       carry: `{argument: result}`, which result is the new value of which argument, by
         position. By default, that in its place, if structure and shapes agree.
-      ignore: names of results that a skipped step may change, as in the error:
-        `"result[2]['mean']"`, or `"result[2]"` for everything in it.
+      ignore: names of results that a skipped step may change, as in the error, or how
+        they begin: `"result[2]['mean']"`, or `"result[2]"` for all of it.
       nan_in: the position of an argument to put a NaN in, usually that of the batch; of
         the parameters, if the batch holds tokens.
 

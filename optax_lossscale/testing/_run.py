@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.tree_util import keystr
 
@@ -104,24 +105,16 @@ def run(
             returned = jax.block_until_ready(step(*passed))
     except Exception as error:
         error.add_note(
-            "An assertion of optax_lossscale ran the step at a loss scale of "
-            f"2**{exponent:g}."
+            f"A test of optax_lossscale set the loss scale to 2**{exponent:g}."
         )
         raise
-    is_tuple = isinstance(returned, tuple) and not hasattr(returned, "_fields")
-    results = returned if is_tuple else (returned,)
-    names = [f"result[{i}]" for i in range(len(results))] if is_tuple else ["result"]
-    carry = _carried(args, results) if carry is None else carry
-    _check_carry(carry, len(args), len(results))
-    in_place = {
-        f"args[{i}]": x
-        for i, x in enumerate(passed)
-        if not all(map(_is_kept, jax.tree.leaves(x), leaves[i]))
-    }
-    came_back = dict(zip(names, results, strict=True)) | in_place
-    # The argument that each of them stands for
-    origins = {names[result]: f"args[{i}]" for i, result in carry.items()}
-    origins |= {name: name for name in in_place}
+    came_back = _results_by_name(returned)
+    origins = _origins(args, came_back, carry)
+    for i, x in enumerate(passed):
+        if not all(map(_is_kept, jax.tree.leaves(x), leaves[i])):
+            name = f"args[{i}]"
+            came_back[name] = x
+            origins[name] = name
     states = list(nodes_in(LossScaleState, came_back).values())
     scales = [_on_host(x.loss_scale) for x in nodes_in(LossScale, came_back).values()]
     if not scales and nodes_in(LossScale, args):
@@ -139,9 +132,7 @@ def run(
                 old = None
             drift = None if old is None else _drift(x, old, is_stacked)
             numbers[name + place] = Number(_on_host(x), old, drift)
-    logged = _metrics_in(numbers, came_back)
-    numbers = {name: x for name, x in numbers.items() if name not in logged}
-    numbers = _without((ignore,) if isinstance(ignore, str) else tuple(ignore), numbers)
+    numbers = _without(ignore, numbers, _metrics_in(numbers, came_back))
     drifting = {name: x.drift for name, x in numbers.items() if x.drift is not None}
     if drifting:
         axis = next(iter(drifting.values()))
@@ -210,7 +201,7 @@ def _before_growth(loss_scale: LossScale) -> LossScale:
     def advanced(_, now):
         after = now.adjust(True)
         grows = jnp.any(after() != now())
-        return jax.tree.map(lambda x, y: jnp.where(grows, x, y), now, after)
+        return optax.tree.where(grows, now, after)
 
     return lax.fori_loop(0, _MAX_STEPS_TO_GROWTH, advanced, loss_scale)
 
@@ -223,11 +214,9 @@ def _copied(tree: Any, changes: Mapping[str, np.ndarray]) -> Any:
     variables = {}
 
     def copied(path, x):
-        if is_variable(x) and id(x) in variables:
-            return variables[id(x)]
         change = changes.get(keystr(path))
-        variables[id(x)] = jax.tree.map(lambda leaf: _copied_leaf(leaf, change), x)
-        return variables[id(x)]
+        copy = jax.tree.map(lambda leaf: _copied_leaf(leaf, change), x)
+        return variables.setdefault(id(x), copy) if is_variable(x) else copy
 
     return jax.tree.map_with_path(copied, tree, is_leaf=is_variable)
 
@@ -265,8 +254,10 @@ def _numbers_in(tree: Any) -> dict[str, Any]:
 
 def _is_numeric(x: Any) -> bool:
     """Whether a leaf is an array of numbers or bools, not of keys or texts."""
-    kinds = (np.number, np.bool_)
-    return is_array_leaf(x) and any(jnp.issubdtype(dtype_of(x), kind) for kind in kinds)
+    if not is_array_leaf(x):
+        return False
+    dtype = dtype_of(x)
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def _handed_on(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
@@ -287,28 +278,39 @@ def _handed_on(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     }
 
 
-def _carried(args: tuple[Any, ...], results: tuple[Any, ...]) -> dict[int, int]:
-    """Returns the positions at which an argument and a result have the same form."""
-    pairs = zip(map(_form_of, args), map(_form_of, results), strict=False)
-    return {i: i for i, (argument, result) in enumerate(pairs) if argument == result}
+def _results_by_name(returned: Any) -> dict[str, Any]:
+    """Names what a step returned: the elements of a tuple, or a single result."""
+    if not isinstance(returned, tuple) or hasattr(returned, "_fields"):
+        return {"result": returned}
+    return {f"result[{i}]": x for i, x in enumerate(returned)}
+
+
+def _origins(
+    args: tuple[Any, ...], results: Mapping[str, Any], carry: Mapping[int, int] | None
+) -> dict[str, str]:
+    """Returns which argument a result stands for, by their names."""
+    names = [f"args[{i}]" for i in range(len(args))]
+    if carry is None:
+        pairs = zip(results.items(), names, args, strict=False)
+        return {
+            result: name
+            for (result, new), name, old in pairs
+            if _form_of(new) == _form_of(old)
+        }
+    try:
+        return {list(results)[result]: names[i] for i, result in carry.items()}
+    except IndexError:
+        raise ValueError(
+            f"carry={carry} must lead from positions of the {len(args)} arguments to "
+            f"positions of the {len(results)} results, from 0 on. For example, "
+            "carry={0: 1} says that result 1 stands for argument 0"
+        ) from None
 
 
 def _form_of(tree: Any) -> Any:
     """Returns the structure of a tree, its shapes, and which leaves are floats."""
     leaves = jax.tree.leaves(tree)
     return jax.tree.structure(tree), [(np.shape(x), is_inexact_leaf(x)) for x in leaves]
-
-
-def _check_carry(carry: Mapping[int, int], arguments: int, results: int) -> None:
-    """Raises a `ValueError` unless arguments and results have these positions."""
-    are_arguments = set(carry) <= set(range(arguments))
-    are_results = set(carry.values()) <= set(range(results))
-    if not (are_arguments and are_results):
-        raise ValueError(
-            f"carry={carry} must lead from positions of the {arguments} arguments to "
-            f"positions of the {results} results, from 0 on. For example, carry={{0: 1}} "
-            "says that result 1 stands for argument 0"
-        )
 
 
 def _on_host(x: Any) -> np.ndarray:
@@ -338,15 +340,20 @@ def _metrics_in(names: Iterable[str], tree: Any) -> set[str]:
     }
 
 
-def _without(ignore: tuple[str, ...], numbers: dict[str, T]) -> dict[str, T]:
-    """Leaves out those whose names begin as `ignore` says, each of which must be."""
-    for name in ignore:
-        if not any(x.startswith(name) for x in numbers):
+def _without(
+    ignore: str | Collection[str], numbers: dict[str, Number], logged: Iterable[str]
+) -> dict[str, Number]:
+    """Leaves out what is logged, and names that begin as `ignore` says."""
+    beginnings = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    for beginning in beginnings:
+        if not any(name.startswith(beginning) for name in numbers):
             names = "\n  ".join(numbers)
             raise ValueError(
-                f"ignore={name!r} names nothing that comes back. What does is\n  {names}"
+                f"ignore={beginning!r} names nothing that comes back. What does is\n"
+                f"  {names}"
             )
-    return {name: x for name, x in numbers.items() if not name.startswith(ignore)}
+    left_out = (*beginnings, *logged)
+    return {name: x for name, x in numbers.items() if not name.startswith(left_out)}
 
 
 def _is_stacked(states: Iterable[LossScaleState]) -> bool:
