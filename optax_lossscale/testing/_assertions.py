@@ -63,10 +63,10 @@ def assert_scale_invariant(
 
     Of what the step hands on, its change is compared; of anything else, its value. Loss
     scales are left out, and so are the entries of `metrics` in a dict that has
-    `log2_loss_scale`, perhaps with a prefix. It does not find a threshold on scaled gradients that no scale tried crosses
-    (a flag, a histogram), nor what is added to scaled gradients and vanishes beside
-    them. A leaf whose gradients underflow even at the highest scale is accused: name it
-    in `ignore`.
+    `log2_loss_scale`, perhaps with a prefix. It does not find a threshold on scaled
+    gradients that no scale tried crosses (a flag, a histogram), nor what is added to
+    scaled gradients and vanishes beside them. A leaf whose gradients underflow even at
+    the highest scale is accused: name it in `ignore`.
 
     Args:
       step: the training step, best compiled. It returns its new state or changes it in
@@ -327,7 +327,7 @@ def _difference(x: Number, y: Number) -> float:
         off = (a - b)[is_off]
         change = a if x.before is None else a - x.before
     size = np.linalg.norm(np.nan_to_num(change, posinf=0, neginf=0))
-    return np.linalg.norm(off) / size if size else float(off.size > 0)
+    return float(np.linalg.norm(off) / size) if size else float(off.size > 0)
 
 
 def _check_kept(outcome: Outcome, cause: str) -> None:

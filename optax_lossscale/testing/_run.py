@@ -84,13 +84,10 @@ def run(
       step: the training step.
       args: its arguments.
       carry: which result stands for which argument; None for those in its place.
-      ignore: names of arrays and trees that are left out of the outcome.
+      ignore: beginnings of names of arrays that are left out of the outcome.
       exponent: every loss scale that adapts is set to 2**exponent.
       before_growth: whether these are also about to grow.
       nan_in: the position of an argument to put a NaN in, or None.
-
-    Returns:
-      What came back.
 
     Raises:
       AssertionError: if the state does not come back, or devices drift apart.
@@ -241,23 +238,17 @@ def _is_kept(x: Any, snapshot: Any) -> bool:
 
 
 def _numbers_in(tree: Any) -> dict[str, Any]:
-    """Returns the arrays of numbers or bools in a tree, without loss scales."""
+    """Returns the arrays in a tree by name, without loss scales and random keys."""
     scales = tuple(f"{place}." for place in nodes_in(LossScale, tree))
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
     arrays = {keystr(path): without_variables(x) for path, x in leaves}
     return {
         place: x
         for place, x in arrays.items()
-        if _is_numeric(x) and not place.startswith(scales)
+        if is_array_leaf(x)
+        and not jnp.issubdtype(dtype_of(x), jax.dtypes.extended)
+        and not place.startswith(scales)
     }
-
-
-def _is_numeric(x: Any) -> bool:
-    """Whether a leaf is an array of numbers or bools, not of keys or texts."""
-    if not is_array_leaf(x):
-        return False
-    dtype = dtype_of(x)
-    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def _handed_on(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
