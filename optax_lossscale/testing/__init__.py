@@ -23,8 +23,8 @@ lines concerned, and says what to write instead.
   dtype that you meant, for example because one input is in float32.
 """
 
-from optax_lossscale.testing._computes_in import assert_computes_in
-from optax_lossscale.testing._loss_scales import (
+from optax_lossscale.testing._assertions import (
+    assert_computes_in,
     assert_scale_invariant,
     assert_survives_overflow,
 )

@@ -32,10 +32,10 @@ TX = ols.with_loss_scale(INNER, LOSS_SCALE)
 HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
 KEPT = "where_applied"
 CHANGED = "an overflow changed it"
-APPLIED = "the step is applied at an infinite loss scale"
-AT_NAN = "the step is applied with a NaN in argument"
+APPLIED = "the step is applied despite an overflow"
+AT_NAN = "the step is applied despite a NaN in argument"
 NOT_ADAPTED = "the step does not adapt its loss scale"
-UNCOUNTED = "the step is skipped, but the state that comes back does not count the skip"
+UNCOUNTED = "does not count that it is skipped"
 NAN = "a NaN in argument 3 changed it"
 NOT_FOUND = None
 
@@ -726,4 +726,4 @@ def test_an_error_at_an_infinite_loss_scale_says_where_it_was_raised():
 
     with pytest.raises(OverflowError) as error:
         ols.testing.assert_survives_overflow(logging, PARAMS, TX.init(PARAMS), X, Y)
-    assert error.value.__notes__[-1].endswith("at a loss scale of 2**inf.")
+    assert error.value.__notes__[-1].endswith("set the loss scale to 2**inf.")

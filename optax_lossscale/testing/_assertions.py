@@ -1,26 +1,33 @@
-"""Two assertions that run a step at loss scales of their choice.
+"""Three assertions about a training step: two that run it, and one that traces it.
 
 Scaling by a power of two is exact. So between two loss scales at which nothing
 underflows or overflows, whatever does not depend on the loss scale agrees to the last
 bits, which `assert_scale_invariant` compares. At an infinite loss scale, all gradients
 overflow, and `assert_survives_overflow` sees what the skipped step leaves behind.
+`assert_computes_in` reads the products in the `dtype_report` of the step.
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.precision import is_inexact_leaf
+from optax_lossscale._diagnosis.dtypes import dtype_report
+from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._step.state import LossScaleState
 from optax_lossscale.testing._run import (
     Number,
     Outcome,
-    Runner,
-    check_no_drift,
     is_equal,
     listed,
-    not_ignored,
+    nodes_in,
+    run,
 )
 
 # The highest loss scale tried is 2**40: the squares of gradients stay finite in float32
@@ -55,11 +62,11 @@ def assert_scale_invariant(
     will do: that takes milliseconds, besides the seconds to compile the step once.
 
     Of what the step hands on, its change is compared; of anything else, its value. Loss
-    scales are left out, and so is a dict with all entries of `metrics`, perhaps with a
-    prefix. It does not find a threshold on scaled gradients that no scale tried crosses
-    (a flag, a histogram), nor what is added to scaled gradients and vanishes beside
-    them. A leaf whose gradients underflow even at the highest scale is accused: name it
-    in `ignore`.
+    scales are left out, and so are the entries of `metrics` in a dict that has
+    `log2_loss_scale`, perhaps with a prefix. It does not find a threshold on scaled
+    gradients that no scale tried crosses (a flag, a histogram), nor what is added to
+    scaled gradients and vanishes beside them. A leaf whose gradients underflow even at
+    the highest scale is accused: name it in `ignore`.
 
     Args:
       step: the training step, best compiled. It returns its new state or changes it in
@@ -67,8 +74,8 @@ def assert_scale_invariant(
       *args: its arguments, with a loss scale that adapts.
       carry: `{argument: result}`, which result is the new value of which argument, by
         position. By default, that in its place, if structure and shapes agree.
-      ignore: names of results that may depend on the loss scale, as in the error:
-        `"result[2]['scale']"`, or `"result[2]"` for everything in it.
+      ignore: names of results that may depend on the loss scale, as in the error, or
+        how they begin: `"result[2]['scale']"`, or `"result[2]"` for all of it.
       rtol: by how much a leaf may differ, in the 2-norm. Float16 models from an MLP to
         a ResNet with biases before batch norm differ by 1e-5 at most.
 
@@ -93,34 +100,38 @@ def assert_scale_invariant(
           ...
       AssertionError: the step depends on the loss scale...
     """
-    runner = Runner("assert_scale_invariant", step, args, carry)
-    if not runner.loss_scales:
+    _check_call("assert_scale_invariant", step, args)
+    if not nodes_in(LossScale, args):
         raise ValueError(
             "no loss scale among the step's arguments adapts, so none can be varied. "
             "Test the step with one that does: with_loss_scale(optimizer, 'dynamic'). "
             "In bfloat16, without a loss scale, a step needs no such test"
         )
-    highest, exponent = _highest_applied(runner)
-    if any(norm is not None and not np.any(norm) for norm in highest.norms):
+    run_at = functools.partial(run, step, args, carry, ignore)
+    for exponent in range(_HIGHEST, _LOWEST - 1, -_STRIDE):
+        highest = run_at(exponent)
+        if highest.was_applied:
+            break
+    else:
+        raise AssertionError(_ALWAYS_SKIPPED)
+    norms = jax.device_get([x.gradient_norm for x in highest.states])
+    if any(norm is not None and not np.any(norm) for norm in norms):
         raise AssertionError(_ZERO.format(exponent=exponent))
-    lower = runner.at(exponent - _OCTAVES, before_growth=True)
-    check_no_drift(highest, ignore)
-    changes = {
-        name: _change(highest.numbers[name], lower.numbers[name])
-        for name in highest.numbers.keys() & lower.numbers.keys()
-    }
-    changes = not_ignored(changes, ignore, highest.numbers)
-    wrong = {name: change for name, change in changes.items() if not change <= rtol}
+    lower = run_at(exponent - _OCTAVES, before_growth=True)
+    wrong = []
+    for name in sorted(highest.numbers.keys() & lower.numbers.keys()):
+        difference = _difference(highest.numbers[name], lower.numbers[name])
+        if not difference <= rtol:
+            wrong.append(f"{name} by {difference:.0%}")
     if wrong:
-        lines = [f"{name} by {wrong[name]:.0%}" for name in sorted(wrong)]
         raise AssertionError(
             _DEPENDS.format(
-                lower=exponent - _OCTAVES, higher=exponent, names=listed(lines)
+                lower=exponent - _OCTAVES, higher=exponent, names=listed(wrong)
             )
         )
     # Some optimizers hide the size of gradients, so that nothing changes.
-    if runner.at(np.inf).was_applied:
-        raise AssertionError(_NEVER_SCALED)
+    if run_at(np.inf).was_applied:
+        raise AssertionError(_APPLIED.format(cause="an overflow"))
 
 
 def assert_survives_overflow(
@@ -136,8 +147,8 @@ def assert_survives_overflow(
     At an infinite loss scale, all gradients overflow. A correct step is then skipped:
     what it hands on is what it was given, the skip is counted, and the loss scale is
     finite again. With `nan_in`, the same must hold for a NaN in that argument. Every
-    float that is handed on is compared, and in a `LossScaleState` every integer, but
-    not integers elsewhere, which may be counters of calls or keys.
+    float that is handed on is compared, and every integer in the state of the wrapped
+    optimizer, but no others, which may be counters of calls or keys.
 
     The step is run twice, or three times with `nan_in`, on copies of its arguments: in
     the first run at a loss scale of 1. A toy configuration will do: that takes
@@ -156,8 +167,8 @@ def assert_survives_overflow(
       *args: its arguments. Without a loss scale that adapts, `nan_in` is needed.
       carry: `{argument: result}`, which result is the new value of which argument, by
         position. By default, that in its place, if structure and shapes agree.
-      ignore: names of results that a skipped step may change, as in the error:
-        `"result[2]['mean']"`, or `"result[2]"` for everything in it.
+      ignore: names of results that a skipped step may change, as in the error, or how
+        they begin: `"result[2]['mean']"`, or `"result[2]"` for all of it.
       nan_in: the position of an argument to put a NaN in, usually that of the batch; of
         the parameters, if the batch holds tokens.
 
@@ -186,78 +197,150 @@ def assert_survives_overflow(
       The error names `result[2]`, the mean. In its place, a correct step returns
       `ols.where_applied(state, 0.9 * mean + 0.1 * jnp.mean(x), mean)`.
     """
-    runner = Runner("assert_survives_overflow", step, args, carry)
-    if not runner.loss_scales and nan_in is None:
+    _check_call("assert_survives_overflow", step, args)
+    adapts = bool(nodes_in(LossScale, args))
+    if not adapts and nan_in is None:
         raise ValueError(
             "no loss scale among the step's arguments adapts, so none can be set to "
             "infinity. Say which argument to put a NaN in, usually the batch: nan_in=2"
         )
-    applied = runner.at(0) if runner.loss_scales else runner.as_given()
-    check_no_drift(applied, ignore)
-    if applied.lost or all(x.before is None for x in applied.numbers.values()):
+    run_at = functools.partial(run, step, args, carry, ignore)
+    applied = run_at(0)
+    with_state = {
+        f"args[{i}]" for i, x in enumerate(args) if nodes_in(LossScaleState, x)
+    }
+    if not applied.handed_on or not with_state <= applied.handed_on:
         raise ValueError(_NOT_HANDED_ON)
-    if runner.loss_scales:
-        overflow = runner.at(np.inf)
-        if overflow.was_applied:
-            raise AssertionError(_APPLIED.format(situation="at an infinite loss scale"))
-        _check_kept(overflow, ignore, "an overflow")
+    if adapts:
+        overflow = run_at(np.inf)
+        _check_kept(overflow, "an overflow")
         is_same = all(map(is_equal, overflow.scales, applied.scales))
         if is_same or not np.all(np.isfinite(np.concatenate(overflow.scales, None))):
             raise AssertionError(_NOT_ADAPTED)
     if nan_in is not None:
-        spoiled = runner.with_nan_in(nan_in)
-        if spoiled.was_applied and spoiled.norms:
-            where = f"with a NaN in argument {nan_in}"
-            raise AssertionError(_APPLIED.format(situation=where))
-        _check_kept(spoiled, ignore, f"a NaN in argument {nan_in}")
+        _check_kept(run_at(0, nan_in=nan_in), f"a NaN in argument {nan_in}")
 
 
-def _highest_applied(runner: Runner) -> tuple[Outcome, int]:
-    """Returns the outcome at the highest loss scale at which the step is applied."""
-    for exponent in range(_HIGHEST, _LOWEST - 1, -_STRIDE):
-        outcome = runner.at(exponent)
-        if outcome.was_applied:
-            return outcome, exponent
-    raise AssertionError(_ALWAYS_SKIPPED)
+def assert_computes_in(
+    step: Callable[..., Any], dtype: DTypeLike, /, *args: Any, **kwargs: Any
+) -> None:
+    """Raises if matrix products or convolutions do not compute in a given dtype.
+
+    A model whose parameters are cast to float16 may still compute in float32: a single
+    float32 input is enough, and only the time that a step takes reveals it. Put this
+    assertion into your tests, so that they fail when a new layer or input widens the
+    products that follow. The step is traced, but neither compiled nor run, so shapes
+    are enough.
+
+    The assertion checks every product that `dtype_report` lists, except:
+
+    - products of integers,
+    - products in Optax's own optimizers, such as Muon, and
+    - products that are meant to stay wide, because their `precision` is
+      `jax.lax.Precision.HIGHEST` or an algorithm, or because your code computes them
+      under `jax.default_matmul_precision("highest")`. Such a default does not count if
+      you call the assertion itself under it, because it would exempt every product.
+
+    Args:
+      step: the training step, compiled or not, or any other function that JAX can
+        trace, such as one that only computes the model's gradients.
+      dtype: the floating-point dtype to compute in, such as `jnp.float16`.
+      *args: the step's arguments: arrays, a `jax.ShapeDtypeStruct` in place of any
+        array, or trees and modules of these. Other objects are passed on unchanged.
+      **kwargs: the step's keyword arguments, likewise.
+
+    Raises:
+      AssertionError: if products or convolutions do not compute in `dtype`. The error
+        names the lines of your code that compute them, with the share of the
+        multiplications that each computes.
+      ValueError: if there are no products to check.
+      ValueError: if `dtype` is not a floating-point dtype.
+      TypeError: if `step` is not a function, or `dtype` was left out.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> half = jnp.ones((4, 2), jnp.float16)
+      >>> x = jnp.ones((8, 4))
+      >>> def step(weights, x):
+      ...     return jax.grad(lambda weights: jnp.sum(x @ weights))(weights)
+      >>> ols.testing.assert_computes_in(step, jnp.float16, half, x.astype(jnp.float16))
+      >>> ols.testing.assert_computes_in(step, jnp.float16, half, x)
+      Traceback (most recent call last):
+          ...
+      AssertionError: 2 of 2 matrix products and convolutions do not compute in...
+    """
+    checks.check_function("step", step)
+    # An array has a dtype, too, but is an argument of the step.
+    if not isinstance(dtype, (str, type, np.dtype)):
+        raise TypeError(
+            "the second argument is the dtype to compute in, got "
+            f"{checks.shown(dtype)}. Write "
+            "assert_computes_in(train_step, jnp.float16, params, state, batch)"
+        )
+    dtype = checks.floating_dtype("dtype", dtype)
+    report = dtype_report(step, *args, **kwargs)
+    # Products of integers, and those of another dtype by choice, are not checked.
+    checked = [
+        product
+        for product in report.products
+        if product.dtype == dtype
+        or (jnp.issubdtype(product.dtype, jnp.inexact) and not product.by_choice)
+    ]
+    if not checked:
+        raise ValueError(
+            "there is no matrix product or convolution to check: pass the training "
+            "step, or the function that computes its gradients. dtype_report says\n"
+            f"{report}"
+        )
+    wrong = [product for product in checked if product.dtype != dtype]
+    if wrong:
+        message = _WRONG.format(
+            number=sum(product.count for product in wrong),
+            total=sum(product.count for product in checked),
+            dtype=dtype,
+            rows="\n".join(report.rows_of(wrong)),
+            source=wrong[0].source,
+        )
+        raise AssertionError(message)
 
 
-def _change(x: Number, y: Number) -> float:
+def _check_call(name: str, step: Any, args: tuple[Any, ...]) -> None:
+    """Raises a `TypeError` unless there are a step and arguments that can be read."""
+    checks.check_function("the first argument is the training step and", step)
+    checks.check_concrete(name, args)
+
+
+def _difference(x: Number, y: Number) -> float:
     """Returns the relative difference of an array at two loss scales.
 
     Of what is handed on, only its change by the step counts. Numbers are equal if they
     are neighbors in their dtype, as rounding may part them.
     """
     if not is_inexact_leaf(x.value):
-        return 0.0 if is_equal(x.value, y.value) else np.inf
-    wide = np.complex128 if np.iscomplexobj(x.value) else np.float64
-    a = x.value.astype(wide)
-    b = y.value.astype(wide)
-    before = np.zeros_like(a) if x.before is None else x.before.astype(wide)
-    is_finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(before)
-    if not is_equal(x.value[~is_finite], y.value[~is_finite]):
-        return np.inf
-    a = a[is_finite]
-    b = b[is_finite]
-    before = before[is_finite]
+        return float(not is_equal(x.value, y.value))
     eps = float(jnp.finfo(x.value.dtype).eps)
-    off = np.where(np.abs(a - b) <= eps * np.abs(a), 0, a - b)
-    size = (np.linalg.norm(a - before) + np.linalg.norm(b - before)) / 2
-    return float(np.linalg.norm(off) / size) if np.any(off) else 0.0
+    a = x.value.astype(np.complex128)
+    b = y.value.astype(np.complex128)
+    is_off = ~np.isclose(a, b, rtol=eps, atol=0, equal_nan=True)
+    with np.errstate(invalid="ignore"):
+        off = (a - b)[is_off]
+        change = a if x.before is None else a - x.before
+    size = np.linalg.norm(np.nan_to_num(change, posinf=0, neginf=0))
+    return float(np.linalg.norm(off) / size) if size else float(off.size > 0)
 
 
-def _check_kept(outcome: Outcome, ignore: str | Collection[str], cause: str) -> None:
-    """Raises an `AssertionError` if a skipped step has changed what it hands on."""
-    check_no_drift(outcome, ignore)
-    changed = {
-        name: x
+def _check_kept(outcome: Outcome, cause: str) -> None:
+    """Raises an `AssertionError` if a step is applied, or changes what it hands on."""
+    if outcome.states and outcome.was_applied:
+        raise AssertionError(_APPLIED.format(cause=cause))
+    changed = [
+        name
         for name, x in outcome.numbers.items()
-        if x.is_protected and x.before is not None and not is_equal(x.value, x.before)
-    }
-    changed = not_ignored(changed, ignore, outcome.numbers)
+        if x.before is not None and not is_equal(x.value, x.before)
+    ]
     if changed:
         raise AssertionError(_CHANGED.format(cause=cause, names=listed(changed)))
-    if outcome.norms and outcome.skips <= 0:
-        raise AssertionError(_UNCOUNTED)
 
 
 _ALWAYS_SKIPPED = f"""\
@@ -269,13 +352,6 @@ batch) says where."""
 _ZERO = """\
 at a loss scale of 2**{exponent}, the step is applied with gradients that are all zero.
 Pass arguments at which the loss has gradients. Do not call nan_to_num on gradients."""
-_NEVER_SCALED = """\
-the step depends on the loss scale: it is applied at an infinite one.
-So the gradients are not multiplied by the scale that they are divided by, or what
-overflows is replaced before it is seen.
-- Compute them with value_and_scaled_grad(loss_fn, state) inside the step, or from
-  scale_gradient(loss, state), with the state that the step is given.
-- Do not call nan_to_num on gradients, and leave out skip=None."""
 _DEPENDS = """\
 the step depends on the loss scale.
 Between 2**{lower} and 2**{higher}, these change:
@@ -292,12 +368,12 @@ The loss is to be multiplied by the loss scale, and the gradients divided by it 
 - If a result stands for an argument in another place, say so: carry={{argument: result}}.
 - If something may depend on the loss scale, name it in ignore=."""
 _APPLIED = """\
-the step is applied {situation}.
-- Compute the gradients with value_and_scaled_grad(loss_fn, state), or from
-  scale_gradient(loss, state), with the state that the step is given.
+the step is applied despite {cause}, or does not count that it is skipped.
+- Compute the gradients with value_and_scaled_grad(loss_fn, state) inside the step, or
+  from scale_gradient(loss, state), with the state that the step is given.
 - Do not call nan_to_num on gradients, and leave out skip=None.
 - Return the new state as it is, not the old one or one put together from both.
-- If gradients do not depend on that NaN, or are all zero, pass other arguments."""
+- If gradients do not depend on a NaN put in, or are all zero, pass other arguments."""
 _CHANGED = """\
 {cause} changed it: what the step hands on is not what was given:
 {names}
@@ -307,9 +383,6 @@ _CHANGED = """\
 - In a step of your own, keep parameters and optimizer state, or call tx.minimize.
 - If it is no new value of the argument in its place, say which is:
   carry={{argument: result}}, as in carry={{0: 0, 1: 1}}."""
-_UNCOUNTED = """\
-the step is skipped, but the state that comes back does not count the skip.
-Return the new state as it is, not one put together from the old and the new."""
 _NOT_ADAPTED = """\
 the step does not adapt its loss scale.
 After an overflow it comes back as it was given, or as it always is. Return the state
@@ -319,3 +392,14 @@ the state is not handed on: no result has the structure and shapes of the argume
 its place. Say which result stands for which argument: carry={argument: result}, as in
 carry={0: 1, 1: 2} for a step that takes (params, state, batch) and returns (loss, params,
 state)"""
+_WRONG = """\
+{number} of {total} matrix products and convolutions do not compute in {dtype}:
+{rows}
+The first of them in the program is at {source}.
+A product computes in the wider dtype of its two operands, or in float32 if one operand
+is float16 and the other is bfloat16.
+- Call the loss function through ols.autocast, which computes the products of a float32
+  model in 16 bits.
+- Or cast both operands to {dtype}, or give the module dtype=jnp.{dtype}.
+- To keep a product wide, compute it with precision=jax.lax.Precision.HIGHEST or under
+  jax.default_matmul_precision("highest")."""
