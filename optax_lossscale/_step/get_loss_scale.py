@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
 
 from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.variables import (
@@ -161,8 +160,8 @@ def _check_what_is_around(state: Any) -> None:
 
 
 def _is_multi_steps(state: Any) -> bool:
-    """Whether this is the state of `optax.MultiSteps`."""
-    return isinstance(state, optax.MultiStepsState)
+    """Whether this is the state of `optax.MultiSteps`, known by its fields."""
+    return {"mini_step", "acc_grads"} <= set(getattr(state, "_fields", ()))
 
 
 def _is_preceded(state: Any) -> bool:

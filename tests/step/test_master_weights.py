@@ -463,7 +463,7 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
         for tokens in demo.batches(steps):
             params, state, loss = step(params, state, tokens)
             losses.append(loss)
-        return np.mean(losses[-steps // 10 :])
+        return np.mean([float(loss) for loss in losses[-steps // 10 :]])
 
     wide = final_loss(jnp.float32, optimizer)
     assert final_loss(jnp.bfloat16, ols.with_master_weights(optimizer)) < 1.005 * wide

@@ -121,8 +121,6 @@ FIRST_USE = """
 
 USES = [
     "ols.autocast(loss_fn)(w, x)",
-    "ols.autocast(ols.cast_inputs(loss_fn))(w, x)",
-    "ols.cast_inputs(loss_fn)(w, x)",
     "ols.scale_gradient(loss_fn(w, x), 8)",
     "ols.with_loss_scale(inner).minimize(loss_fn, ols.with_loss_scale(inner).init(w), w, x)",
 ]

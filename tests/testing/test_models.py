@@ -1,7 +1,7 @@
 """Right models in float16 are accused of nothing, at twenty seeds each."""
 
 import pytest
-from models import MODELS
+from trained_models import MODELS
 
 import optax_lossscale as ols
 
