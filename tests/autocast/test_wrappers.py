@@ -163,7 +163,9 @@ def test_the_loss_is_the_same_however_a_layer_is_wrapped(wrap, layer):
     bias = 3000.0
     actual = run(loss_of(wrap, LAYERS[layer]), parameters(bias), X, Y + bias)
     for x, y in zip(actual, unwrapped(layer, bias), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-5)
+        # A stream is rounded to float16 as it is carried, but not out of a `cond`.
+        atol = 1e-3 if layer == "its sum with its input" else 2e-5
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=atol)
 
 
 BESIDE = {
