@@ -55,11 +55,6 @@ def a_product_after_another(p, x):
     return auto(lambda w, x: x @ w)(p["w"], jnp.tanh(x @ p["w"]))
 
 
-def an_outer_product(p, x):
-    outer = lambda p, x: jnp.einsum("nd,e->nde", x @ p["w"], p["table"][0]).sum(-1)
-    return auto(outer)(p, x @ p["w"])
-
-
 def a_logsumexp_over_many(p, x):
     wide = lambda w, x: x + jax.nn.logsumexp(x @ jnp.tile(w, (1, 32)), -1)[:, None]
     return auto(wide)(p["w"], x @ p["w"]) @ p["w"]
@@ -124,7 +119,6 @@ UNDER_EXPLICIT = [
     before_a_product,
     after_a_product,
     a_product_after_another,
-    an_outer_product,
     a_logsumexp_over_many,
     a_residual_stream,
     a_scan,
