@@ -208,7 +208,10 @@ def test_a_function_that_is_called_by_many_is_read_once(holder):
     "holder",
     # Of custom_jvp it takes too long: not yet understood.
     [
-        pytest.param(holder, marks=pytest.mark.skipif(holder is custom_jvp, reason="takes too long"))
+        pytest.param(
+            holder,
+            marks=pytest.mark.skipif(holder is custom_jvp, reason="takes too long"),
+        )
         for holder in HOLDERS
     ],
     ids=name_of,
