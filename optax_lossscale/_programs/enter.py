@@ -50,15 +50,17 @@ def enter(eqn: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> lis
 def traced_once(eqn: JaxprEqn, function: Function) -> Function:
     """Makes JAX trace a function once for all equations that hold its program.
 
-    A call, such as a `jit`, stays a call. The body of a loop or a branch is inlined,
-    because a compiler fuses less across a call.
+    A call, such as a `jit`, stays a call, and a function with a custom derivative gets
+    one: JAX reads it anew wherever it is bound. The body of a loop or a branch is
+    inlined, because a compiler fuses less across a call.
     """
 
     def program(args):
         return function(args)
 
     program.__name__ = eqn.params.get("name", name_of(eqn))  # for profiles
-    return jax.jit(program, inline=name_of(eqn) not in CALLS)
+    calls = CALLS | {"custom_jvp_call", "custom_vjp_call"}
+    return jax.jit(program, inline=name_of(eqn) not in calls)
 
 
 # --- One function for each operation; each returns the equation's results ---

@@ -204,18 +204,7 @@ def test_a_function_that_is_called_by_many_is_read_once(holder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "holder",
-    # Of custom_jvp it takes too long: not yet understood.
-    [
-        pytest.param(
-            holder,
-            marks=pytest.mark.skipif(holder is custom_jvp, reason="takes too long"),
-        )
-        for holder in HOLDERS
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("holder", HOLDERS, ids=name_of)
 def test_so_is_what_holds_the_calls(holder):
     assert_linear(functools.partial(called_twice, holder), (8, 12, 16))
 
