@@ -58,11 +58,11 @@ if __name__ == "__main__":
     print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():
-        found = ols.diagnose(
+        fitting = ols.diagnose(
             functools.partial(loss_fn, weight), demo.init(jax.random.key(0)), tokens
         ).initial_scale
         starts = {
-            "`diagnose`": ols.DynamicLossScale(initial_scale=found),
+            "`diagnose`": ols.DynamicLossScale(initial_scale=fitting),
             "TensorFlow": ols.DynamicLossScale(),
             "PyTorch": ols.DynamicLossScale(2.0**16, min_scale=None),
             "Flax": ols.DynamicLossScale(2.0**16, 2001, min_scale=None),

@@ -157,10 +157,10 @@ def _diagnosis(
         results = [loss, *(grads[name] for name in judged)]
         return run.origins.suspects(x.fault for x in results if x.fault)
 
-    found = suspects(scaled)
-    if found:
+    rows = suspects(scaled)
+    if rows:
         # Where no scale fits all, gradients vanish at the one that lets none overflow.
-        found += [x for x in suspects(unscaled) if x.cause == "overflows"]
+        rows += [x for x in suspects(unscaled) if x.cause == "overflows"]
     results = [loss, *(scaled[name] for name in judged)]
     worst = max(results, key=lambda x: x.error)
     return Diagnosis(
@@ -170,7 +170,7 @@ def _diagnosis(
         loss_in_float32=float(loss.true),
         loss_error=loss.error,
         gradients=gradients,
-        suspects=tuple(ranked(found)[:MOST_SHOWN]),
+        suspects=tuple(ranked(rows)[:MOST_SHOWN]),
         largest_error=run.origins.source_of(worst.row) if worst.row else None,
         initial_scale=scale,
         overflow=overflow,

@@ -163,12 +163,12 @@ def products_in(
     totals: dict[Product, Product] = {}
     for eqn in open_jaxpr(program).eqns:
         line = line_of(eqn, outer_line)
-        found = [_product(eqn, usual, line)] if is_product(eqn) else []
+        products = [_product(eqn, usual, line)] if is_product(eqn) else []
         for inner in programs_in(eqn):
             for product in products_in(inner, usual, line):
                 times = _times_run(eqn) * product.multiplications
-                found.append(product._replace(multiplications=times))
-        for product in found:
+                products.append(product._replace(multiplications=times))
+        for product in products:
             kind = product._replace(count=0, multiplications=0)
             total = totals.get(kind, kind)
             totals[kind] = total._replace(

@@ -182,12 +182,12 @@ class Origins:
                 return self.read[x]
             return [y for y in self.read[x] if is_narrow_dtype(y.dtype)]
 
-        found = list(filter(is_product, _reached(before, before_product)))
-        if not found:
+        sources = list(filter(is_product, _reached(before, before_product)))
+        if not sources:
             reached = _reached(before, before_rounding)
             narrow = [x for x in reached if is_narrow_dtype(x.dtype)]
-            found = [x for x in narrow if x.operation not in EXACT]
-        return tuple(_one_a_line(found))
+            sources = [x for x in narrow if x.operation not in EXACT]
+        return tuple(_one_a_line(sources))
 
     def nearest_parameters(self, row: Row) -> str:
         """Names the parameters that are read nearest before a row."""

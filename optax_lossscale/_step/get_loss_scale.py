@@ -202,9 +202,9 @@ def resolve(loss_scale: Any) -> LossScale:
         return DynamicLossScale().replace(loss_scale=loss_scale)
     if _is_description(loss_scale):
         return as_loss_scale(loss_scale)
-    found = get_loss_scale(loss_scale)
-    check_no_stack(found.loss_scale)
-    return found
+    of_state = get_loss_scale(loss_scale)
+    check_no_stack(of_state.loss_scale)
+    return of_state
 
 
 def _is_description(x: Any) -> bool:

@@ -172,9 +172,9 @@ def _misfit(path: Any, x: Any, needed: Any) -> str | None:
     is_other_rest = _is_remainder(x) != _is_remainder(needed)
     if np.shape(x) == needed.shape and not is_narrower and not is_other_rest:
         return None
-    found = f"{dtype_of(x)}{list(np.shape(x))}"
+    actual = f"{dtype_of(x)}{list(np.shape(x))}"
     wanted = f"{dtype_of(needed)}{list(needed.shape)}"
-    return f"{found} where it needs {wanted}, at {path_name(path)}"
+    return f"{actual} where it needs {wanted}, at {path_name(path)}"
 
 
 def _is_remainder(x: Any) -> bool:
