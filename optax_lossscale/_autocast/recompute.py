@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.source_info_util import NameStack
 
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.enter import Function, enter, is_entered, traced_once
@@ -182,6 +183,15 @@ class _Cone(NamedTuple):
                 values.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
         return _read(self.targets, values)
 
+    def without_scopes(self) -> "_Cone":
+        """Returns the cone without the names of the layers that its equations are in."""
+        no_scope = NameStack()
+        eqns = [
+            eqn.replace(source_info=eqn.source_info.replace(name_stack=no_scope))
+            for eqn in self.eqns
+        ]
+        return self._replace(eqns=eqns)
+
     def key(self) -> tuple[Any, ...]:
         """Returns what is equal for cones that compute the same, by the same lines.
 
@@ -204,7 +214,6 @@ class _Cone(NamedTuple):
                     tuple(eqn.params.items()),
                     eqn.ctx,
                     eqn.source_info.traceback,
-                    eqn.source_info.name_stack,
                     tuple(map(key_of, eqn.invars)),
                 )
                 for eqn in self.eqns
@@ -322,7 +331,11 @@ class _Recompute:
         return results
 
     def _checkpointed(self, cone: _Cone) -> Function:
-        """Returns a cone under a checkpoint, which JAX traces once for cones alike."""
+        """Returns a cone under a checkpoint, which JAX traces once for layers alike.
+
+        As a fused kernel, it is in the scope of its last equation alone.
+        """
+        cone = cone.without_scopes()
         key: Hashable = cone.key()
         try:
             hash(key)
