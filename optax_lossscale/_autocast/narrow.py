@@ -4,8 +4,8 @@ Three rules:
 
 1. A product takes and gives 16 bits. Everything else is computed in the dtype in which
    it was traced.
-2. Rounding commutes with moving and sending, so what goes to a product, directly or
-   moved, is moved and sent in 16 bits.
+2. Rounding commutes with moving and sending. What goes to products alone is sent in 16
+   bits, and what is in 16 bits is moved in 16 bits.
 3. A residual sum reads what the product reads. A value that depends on a product, and
    that products read and besides only sums, is rounded once for all of them.
 
@@ -28,7 +28,11 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
-from optax_lossscale._autocast.products import has_narrowed, is_narrowed, is_open
+from optax_lossscale._autocast.products import (
+    has_narrowed,
+    is_narrowed,
+    may_have_narrowed,
+)
 from optax_lossscale._programs.cached import cached_by_program
 from optax_lossscale._programs.enter import Arrays, Function, enter, traced_once
 from optax_lossscale._programs.flat import flat
@@ -107,16 +111,14 @@ def readers_in(
 def _readers_of_operands(eqn: JaxprEqn, after: list[Readers]) -> list[Readers]:
     """Returns the readers of an equation's operands, from those of its results."""
     name = name_of(eqn)
-    n_others = len(eqn.invars) - 1
     if is_narrowed(eqn):
-        return [PRODUCT, PRODUCT, *[OTHER] * (n_others - 1)]
-    if is_open(eqn):
-        inside = _readers_inside(eqn, after)
-        return [OTHER] * (len(eqn.invars) - len(inside)) + inside
+        return [PRODUCT] * 2 + [OTHER] * (len(eqn.invars) - 2)
+    if may_have_narrowed(eqn):
+        return [OTHER] * first_inner_operand(eqn) + _readers_inside(eqn, after)
     if name == "optimization_barrier":
         return after
     if name in MOVES | SENDS:
-        return [NONE.union(*after), *[OTHER] * n_others]
+        return [NONE.union(*after)] + [OTHER] * (len(eqn.invars) - 1)
     if name in SUMS:
         return [SUM] * len(eqn.invars)
     return [OTHER] * len(eqn.invars)
@@ -174,12 +176,11 @@ def _arguments_active(eqn: JaxprEqn, active: Collection[Var]) -> tuple[bool, ...
     """
     first_inner = first_inner_operand(eqn)
     flags = [isinstance(v, Var) and v in active for v in eqn.invars[first_inner:]]
-    first_carried = carry_positions(eqn).start - first_inner
-    n_carried = len(carry_positions(eqn))
-    for _ in range(n_carried):
+    carried = carry_positions(eqn)
+    for _ in carried:  # at least one more is found in each round, or all are
         results = _results_active(eqn, tuple(flags))
-        for n in range(n_carried):
-            flags[first_carried + n] |= results[n]
+        for n, is_active in zip(carried, results, strict=False):
+            flags[n - first_inner] |= is_active
     return tuple(flags)
 
 
@@ -339,7 +340,10 @@ class _Narrow:
     def _with_rule(
         self, eqn: JaxprEqn, operands: Arrays, function: Function
     ) -> list[Any]:
-        """Runs a function with a custom derivative, whose rule `enter` would lose."""
+        """Runs a function with a custom derivative.
+
+        `function` gives its results, and `original`, as the user wrote it, the rule.
+        """
         dtypes = dtypes_in(jax.eval_shape(function, operands))
 
         def original(*operands):

@@ -51,9 +51,9 @@ def is_narrowed(eqn: JaxprEqn) -> bool:
     return set(dtypes_in([*eqn.invars[:2], eqn.outvars[0]])) == {FLOAT32}
 
 
-def is_open(eqn: JaxprEqn) -> bool:
+def may_have_narrowed(eqn: JaxprEqn) -> bool:
     """Whether an equation holds programs in which products may be narrowed."""
-    return _why_not_open(eqn) is None
+    return _why_left_alone(eqn) is None
 
 
 def has_narrowed(eqn: JaxprEqn) -> bool:
@@ -62,7 +62,7 @@ def has_narrowed(eqn: JaxprEqn) -> bool:
     The rule of a `custom_vjp`, which JAX has not traced yet, may have some. Of a
     `custom_jvp`, only the function's own program counts.
     """
-    if not is_open(eqn):
+    if not may_have_narrowed(eqn):
         return False
     if name_of(eqn) == "custom_vjp_call":
         return True
@@ -127,12 +127,12 @@ def _outcomes_of(eqn: JaxprEqn, usual: Any) -> list[str | None]:
     inside = []
     for program in programs_in(eqn):
         inside += _outcomes(program, usual)
-    if None in inside and not is_open(eqn):
-        return [f"{_why_not_open(eqn)} ({_USE_INSIDE})"]
+    if None in inside and not may_have_narrowed(eqn):
+        return [f"{_why_left_alone(eqn)} ({_USE_INSIDE})"]
     return inside
 
 
-def _why_not_open(eqn: JaxprEqn) -> str | None:
+def _why_left_alone(eqn: JaxprEqn) -> str | None:
     """Returns why no product inside of an equation can be narrowed; None if it can."""
     name = name_of(eqn)
     if not is_entered(eqn) and name not in ("custom_jvp_call", "custom_vjp_call"):

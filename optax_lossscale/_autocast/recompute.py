@@ -6,12 +6,12 @@ and the pass knows nothing of 16 bits: it serves any program.
 Stored are
 
 - the results of an equation that is not cheap, such as a product, and
-- a cheap value that several equations or results depend on, unless it takes at least
-  as many bytes as the stored values that it is computed from.
+- a cheap value that several equations, or an equation and the results, depend on,
+  unless it takes at least as many bytes as the stored values that it is computed from.
 
 Between the stored values and a reader lie the equations of the reader's *cone*. A cone
-runs under `jax.checkpoint`, so for the backward pass it keeps the stored values that it
-reads, and a few reductions (see `_keeps`), and nothing else.
+that computes floats runs under `jax.checkpoint`. So for the backward pass it keeps the
+stored values that it reads, a few reductions (see `_policy`), and nothing else.
 """
 
 import math
@@ -87,16 +87,17 @@ def _is_cheap_program(program: AnyJaxpr) -> bool:
 
 def stored_in(eqns: Sequence[JaxprEqn], outs: Iterable[Any]) -> set[Var]:
     """Returns the values of a program with results `outs` that are stored."""
-    sources = sources_in(eqns)
+    sources = sources_of_large(eqns)
     stored: set[Var] = set()
-    # The equations, by position, and the results that depend on each value through
-    # values that are not stored
+    # Which equations, by position, depend on each value through values that are not
+    # stored, and whether the results do
     readers: dict[Var, set[int | str]] = {v: {"results"} for v in variables(outs)}
     for n, eqn in reversed(list(enumerate(eqns))):
         of_eqn: set[int | str] = set()
         of_eqn.update(*(readers.get(v, ()) for v in eqn.outvars))
-        is_small = len(of_eqn) > 1 and not sources.keys() >= set(eqn.outvars)
-        if is_small or not is_cheap(eqn):
+        is_large = sources.keys() >= set(eqn.outvars)
+        is_shared = len(of_eqn) > 1
+        if not is_cheap(eqn) or (is_shared and not is_large):
             stored.update(eqn.outvars)
             of_eqn = {n}
         for v in variables(eqn.invars):
@@ -104,7 +105,7 @@ def stored_in(eqns: Sequence[JaxprEqn], outs: Iterable[Any]) -> set[Var]:
     return stored
 
 
-def sources_in(eqns: Iterable[JaxprEqn]) -> dict[Var, set[Var]]:
+def sources_of_large(eqns: Iterable[JaxprEqn]) -> dict[Var, set[Var]]:
     """Returns the values that take as many bytes as their sources, or more, with these.
 
     The sources of a cheap value are those of its operands. But an operand that takes
@@ -112,8 +113,7 @@ def sources_in(eqns: Iterable[JaxprEqn]) -> dict[Var, set[Var]]:
     """
     sources: dict[Var, set[Var]] = {}
     for eqn in eqns:
-        # The rows that are looked up in a table are a small part of it.
-        if not is_cheap(eqn) or name_of(eqn) == "gather":
+        if not is_cheap(eqn):
             continue
         of_eqn: set[Var] = set()
         of_eqn.update(*(sources.get(v, {v}) for v in variables(eqn.invars)))
@@ -130,7 +130,7 @@ def with_small_names(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """
     if "name" not in map(name_of, eqns):
         return list(eqns)
-    sources = sources_in(eqns)
+    sources = sources_of_large(eqns)
     producers = producers_of(eqns)
     moved = []
     for eqn in eqns:
@@ -270,7 +270,7 @@ class _Recompute:
             values = dict(consts)
             values.update(zip(ins, args, strict=True))
 
-            def read(atoms):
+            def read(atoms):  # and computes those that are not stored
                 missing = [v for v in variables(atoms) if v not in values]
                 computed = self._compute(
                     list(dict.fromkeys(missing)), values, producers
@@ -295,14 +295,11 @@ class _Recompute:
     def _results(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Computes the results of an equation that is not cheap."""
         programs = result_programs(eqn)
-        if not is_entered(eqn) or name_of(eqn) == "while" or has_shardings(eqn):
-            programs = []
+        enters = is_entered(eqn) and name_of(eqn) != "while" and not has_shardings(eqn)
         with at_line_of(eqn):
-            if not any(map(holds_product, programs)):
+            if not enters or not any(map(holds_product, programs)):
                 return bind(eqn, operands)
-            of_program = self.function
-            if name_of(eqn) == "remat2":
-                of_program = _as_it_is
+            of_program = _as_it_is if name_of(eqn) == "remat2" else self.function
             functions = []
             for program in programs:
                 if id(program) not in self._functions:
@@ -315,19 +312,19 @@ class _Recompute:
     def _compute(
         self, targets: list[Var], values: Mapping[Var, Any], producers: Producers
     ) -> dict[Var, Any]:
-        """Computes values from stored ones, in a cone for those worth a checkpoint."""
-        computed = []
-        others = []
+        """Computes values from stored ones, under a checkpoint if that is worth it."""
+        checkpointed = []
+        plain = []
         for v in targets:
-            is_computed = _is_worth_recomputing(cone_of([v], values, producers).eqns)
-            (computed if is_computed else others).append(v)
-        cone = cone_of(others, values, producers)
-        results = dict(zip(others, cone(_read(cone.inputs, values)), strict=True))
-        if computed:
-            cone = cone_of(computed, values, producers)
+            is_worth_it = _is_worth_recomputing(cone_of([v], values, producers).eqns)
+            (checkpointed if is_worth_it else plain).append(v)
+        cone = cone_of(plain, values, producers)
+        results = dict(zip(plain, cone(_read(cone.inputs, values)), strict=True))
+        if checkpointed:
+            cone = cone_of(checkpointed, values, producers)
             with at_line_of(cone.eqns[-1]):
                 arrays = self._checkpointed(cone)(_read(cone.inputs, values))
-            results.update(zip(computed, arrays, strict=True))
+            results.update(zip(checkpointed, arrays, strict=True))
         return results
 
     def _checkpointed(self, cone: _Cone) -> Function:
