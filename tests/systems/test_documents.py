@@ -91,6 +91,11 @@ def test_links_lead_somewhere(page):
                 assert anchor in heading_anchors(there.read_text()), target
 
 
+def test_every_page_is_in_the_navigation():
+    toctrees = re.findall(r"^[\w./]+$", (ROOT / "docs/index.md").read_text(), re.M)
+    assert {path.stem for path in ROOT.glob("docs/*.md")} <= {"index", *toctrees}
+
+
 def test_the_readme_links_to_no_page_of_directives():
     """They are Sphinx's, and a reader of the repository would see them raw."""
     pages = set(re.findall(r"\(([\w/]+\.md)", (ROOT / "README.md").read_text()))
