@@ -24,7 +24,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 SITE = pathlib.Path(__file__).parent / "_build/html"
-WIDTHS = (390, 1440)  # pixels: a phone's and a desktop's
+WIDTHS = (390, 1280)  # pixels: a phone's and a desktop's
 LOADS = {
     "img": "src",
     "script": "src",

@@ -32,7 +32,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
-    "sphinx_design",
 ]
 root_doc = "docs/index"
 include_patterns = [
@@ -46,6 +45,7 @@ exclude_patterns = [".*", "**/.*", "docs/_build"]
 nb_execution_mode = "off"  # notebooks keep their outputs; .ci/run executes them
 nb_merge_streams = True
 myst_heading_anchors = 3
+suppress_warnings = ["toc.not_included"]  # benchmarks are behind one link
 autosummary_generate = False  # tables alone; the pages have the rest
 
 default_role = "py:obj"  # docstrings put code in single backquotes
@@ -178,20 +178,12 @@ def in_the_package(app, env, node, contnode):
     return env.domains["py"].resolve_xref(*where, node, contnode)
 
 
-DEFAULTS = {
-    "=3.4028234663852886e+38": "=3.4e38",
-    "=validation.SMALLEST_NORMAL": "=1.18e-38",
-}
-
-
 def tidy_signatures(app, what, name, obj, options, signature, returns):
-    """The arguments of loss scales and rules, not of their `__new__`, and defaults as numbers."""
+    """The arguments of loss scales and rules, not of their `__new__`."""
     if what == "class" and issubclass(obj, Stateful):
         signature = inspect.stringify_signature(
             inspect.signature(obj), show_annotation=False
         )
-    for default, number in DEFAULTS.items():
-        signature = signature and signature.replace(default, number)
     return signature, returns
 
 

@@ -48,7 +48,7 @@ def diagnose(
 
     The report says how far the loss and the gradients are from float32's, in which line
     and layer they go wrong, which loss scale fits, and what underflows without one.
-    `docs/diagnosis.md` says what to do about each of these.
+    `docs/when_something_is_wrong.md` says what to do about each of these.
 
     A loss function that computes in float32 is run as `autocast` makes it, in float16.
     For bfloat16, pass `autocast(loss_fn, jnp.bfloat16)`.

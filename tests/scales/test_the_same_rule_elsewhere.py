@@ -1,4 +1,4 @@
-"""The calls in docs/loss_scales.md make the scales that other systems had, run for run."""
+"""The calls in docs/migrating.md make the scales that other systems had, run for run."""
 
 import doctest
 import json
@@ -15,14 +15,16 @@ from pairs import quick
 import optax_lossscale as ols
 
 TESTS = pathlib.Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs" / "loss_scales.md").read_text()
+DOCS = TESTS.parent / "docs"
 CELLS = re.compile(r"^\| (.*?) \| `(.*?)` \| `(.*?)` \|", re.MULTILINE)
-ROWS = {name: calls for name, *calls in CELLS.findall(PAGE)}
+ROWS = {
+    name: calls for name, *calls in CELLS.findall((DOCS / "migrating.md").read_text())
+}
 
 # The row of each file of recorded runs, and what the original's arguments default to.
 ORIGINALS = {
     "pytorch": (
-        "PyTorch, `GradScaler`",
+        "PyTorch",
         {
             "init_scale": 2.0**16,
             "growth_factor": 2.0,
@@ -31,7 +33,7 @@ ORIGINALS = {
         },
     ),
     "flax": (
-        "Flax, `DynamicScale`",
+        "Flax",
         {
             "growth_factor": 2.0,
             "backoff_factor": 0.5,
@@ -67,7 +69,7 @@ ORIGINALS = {
         },
     ),
     "deepspeed": (
-        "DeepSpeed, `DynamicLossScaler`",
+        "DeepSpeed",
         {
             "init_scale": 2.0**32,
             "scale_factor": 2.0,
@@ -122,7 +124,8 @@ def from_the_page(name):
     system, config = name.rpartition("-")[0], RUNS[name]["config"]
     if system == "tensorflow_contrib_exponential":
         namespace = {}
-        for example in doctest.DocTestParser().get_examples(PAGE):
+        page = (DOCS / "loss_scales.md").read_text()
+        for example in doctest.DocTestParser().get_examples(page):
             exec(example.source, namespace)
         start = config["init_loss_scale"]
         config = {k: v for k, v in config.items() if k != "init_loss_scale"}
