@@ -21,6 +21,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from optax_lossscale._arrays.replicas import varying_axes
 from optax_lossscale._programs.operations import CALLS
 from optax_lossscale._programs.values import astypes, dtypes_in
 from optax_lossscale._programs.versions import mapped_axes, name_of
@@ -76,10 +77,24 @@ def _checkpoint(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any
     # from merging the recomputation with the forward pass. The `checkpoint` made here
     # is not marked as differentiated, so JAX would leave the barrier out.
     if eqn.params["differentiated"] and prevent_cse:
-        operands = lax.optimization_barrier(operands)
+        operands = _behind_barriers(operands)
     policy = eqn.params["policy"]
     checkpointed = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
     return checkpointed(operands)
+
+
+def _behind_barriers(arrays: Arrays) -> list[Any]:
+    """Puts arrays behind a barrier, one for those that vary over the same devices.
+
+    JAX takes all that a barrier returns to vary as much as any of them.
+    """
+    axes = [varying_axes(x) for x in arrays]
+    behind = dict(enumerate(arrays))
+    for shared in dict.fromkeys(axes):
+        places = [n for n, own in enumerate(axes) if own == shared]
+        barrier = lax.optimization_barrier([arrays[n] for n in places])
+        behind.update(zip(places, barrier, strict=True))
+    return list(behind.values())
 
 
 def _scan(eqn: JaxprEqn, operands: Arrays, function: Function) -> list[Any]:
