@@ -111,7 +111,7 @@ class Diagnosis:
             self._gradients_text(),
         ]
         if self.not_finite:
-            lines.append(f"Not finite: {_abridged(self.not_finite)}")
+            lines.append(f"Not finite as given: {_abridged(self.not_finite)}")
         lines += [*self._suspects_lines(), self._scale_text(), *self._lost_lines()]
         if self.not_compared:
             places = list(dict.fromkeys(row.place for row in self.not_compared))
@@ -130,11 +130,14 @@ class Diagnosis:
         gradients = counted(self.gradients)
         if not gradients:
             return "Gradients: none, or all zero in float32"
+        at_scale = f"at a loss scale of {scale_name(self.initial_scale)}"
+        infinite = [name for name, x in gradients.items() if x.error == math.inf]
+        if infinite:
+            return f"Gradients: not finite in {_abridged(infinite)}, {at_scale}"
         worst = max(gradients, key=lambda name: gradients[name].error)
         return (
             f"Gradients: error {percent(self.error)} together, at most "
-            f"{percent(gradients[worst].error)} ({worst}), at a loss scale of "
-            f"{scale_name(self.initial_scale)}"
+            f"{percent(gradients[worst].error)} ({worst}), {at_scale}"
         )
 
     def _suspects_lines(self) -> list[str]:
