@@ -66,7 +66,7 @@ def call(*arguments: str, seconds: float) -> Row:
         )
         return json.loads(result.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {seconds:g} s"}
+        return {"failed": f"took longer than {seconds:.3g} s"}
     except (IndexError, ValueError):
         return {"failed": f"its process ended with exit code {result.returncode}"}
 
