@@ -1,135 +1,129 @@
-"""What models cost under `autocast`, over a cast by hand, as compiled for accelerators."""
+"""What autocast costs on GPUs and TPUs, beside float32 and a cast by hand, as compiled."""
 
 import argparse
-import multiprocessing
-import pathlib
-from concurrent.futures import ProcessPoolExecutor
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from tqdm import tqdm
+import optax
 
 import optax_lossscale as ols
-from benchmarks import _accelerators, _between_devices, _hlo, _models, _tables, _targets
-from benchmarks._tables import Table
+from benchmarks import (
+    _between_devices,
+    _compiled,
+    _models,
+    _table,
+    _targets,
+    _transformer,
+    _ways,
+)
+from benchmarks._compiled import Case, Costs, Found
 
+ADAMW = optax.adamw(1e-3)
+FLOAT32, BY_HAND, AUTOCAST = WAYS = ("float32", "cast by hand", "autocast")
+WHOLE_STEP = "whole step"
+GATHERED = "a whole transformer, its weights gathered"
+BETWEEN_DEVICES = (*_between_devices.LOSSES, GATHERED)
 ROWS = 8192  # of the batch between devices, and columns
-WHOLE = "a whole transformer, its weights gathered"
-ONE_DEVICE, EIGHT_DEVICES = "one device", "eight devices"
-_MOVEMENTS = ("all-gather", "all-to-all", "collective-permute")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Writes the table and the page; or the page alone, from the table that is there."""
-    csv = pathlib.Path(options.out) / "autocast.csv"
-    _tables.publish(csv, page, None if options.report else measure)
-
-
-def measure() -> dict[str, Table]:
-    """Compiles every model for an H100 and a v5e, and what is sent for eight H100s."""
-    _accelerators.refuse_missing_compilers()
-    h100, v5e = _targets.H100.name, _targets.V5E.name
-    cases = [
-        (ONE_DEVICE, model, target)
-        for model in _models.MODELS
-        for target in (h100, v5e)
+    """Compiles all, and prints three tables."""
+    cases = [Case(WHOLE_STEP, way, t) for way in WAYS for t in _targets.TARGETS]
+    of_gradients = [
+        *itertools.product(_models.MODELS, ("H100", "v5e")),
+        *itertools.product(BETWEEN_DEVICES, ("H100",)),
     ]
-    cases += [(EIGHT_DEVICES, loss, h100) for loss in (*_between_devices.LOSSES, WHOLE)]
-    found: dict[str, Table] = {"versions": _accelerators.versions()}
-    # Each in a process of its own, as compilers remember what they have compiled.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as pool:
-        rows = tqdm(pool.map(_cells, cases), desc="programs", total=len(cases))
-        for (where, name, _), cells in zip(cases, rows, strict=True):
-            found.setdefault(where, {}).setdefault(name, {}).update(cells)
-    return found
+    cases += [Case(p, w, t) for p, t in of_gradients for w in (BY_HAND, AUTOCAST)]
+    of = functools.partial(costs, options.quick)
+    found = _compiled.measure(cases, of, options)
+    for table in (whole_step_table, models_table, between_devices_table):
+        print("\n" + table(found))
 
 
-def _cells(case: tuple[str, str, str]) -> dict[str, str]:
-    where, name, target = case
-    of = ratios if where == ONE_DEVICE else sent_ratios
-    found = of(name, _accelerators.TARGETS[target])
-    return {f"{target}: {column}": f"{ratio:.2f}" for column, ratio in found.items()}
-
-
-def page(found: dict[str, Table]) -> str:
-    """The page, with all numbers but those of kernels."""
-    made_with = ", ".join(
-        f"{name} {it}" for name, it in found["versions"]["run"].items()
-    )
-    columns = next(iter(found[ONE_DEVICE].values()))
-    tables = [
-        _tables.show(
-            "one device", found[ONE_DEVICE], columns=filter(_is_shown, columns)
-        ),
-        _tables.show("eight devices", found[EIGHT_DEVICES]),
-    ]
-    text = pathlib.Path(__file__).with_name("_autocast_page.txt").read_text()
-    return text.format(*tables, made_with=made_with)
-
-
-def _is_shown(column: str) -> bool:
-    return "kernels" not in column
-
-
-def ratios(model: str, target: _targets.Target) -> dict[str, float]:
-    """Memory, bytes moved and kernels of a model's value and gradient, over those by hand."""
-    of_model = _models.MODELS[model]
-    of_both = [
-        compiled(of_model(cast), cast, target)
-        for cast in (_models.left, _models.by_hand)
-    ]
-    numbers = [(p.temp_bytes, p.bytes_moved, len(p.kernels)) for p in of_both]
-    names = ("memory", "moved", "kernels")
-    return {name: x / y for name, x, y in zip(names, *numbers, strict=True)}
-
-
-def sent_ratios(loss: str, target: _targets.Target) -> dict[str, float]:
-    """What eight devices send each other, without sums and with them, over that by hand."""
-    of_both = [
-        _eight_devices(loss, cast, target) for cast in (_models.left, _models.by_hand)
-    ]
-    of = lambda program, names: sum(
-        o.nbytes for o in program.collectives if o.opcode.startswith(names)
-    )
-    ours, theirs = ([of(program, _MOVEMENTS), of(program, "")] for program in of_both)
-    names = ("weights and activations", "with sums of gradients")
-    return {name: x / y for name, x, y in zip(names, ours, theirs, strict=True)}
-
-
-def compiled(
-    model: _models.Model, cast: _models.Cast, target: _targets.Target
-) -> _hlo.Program:
-    """A model's value and gradient on one device, cast by hand or under `autocast`."""
-    placed = _targets.place((model.params, *model.batch), target.device())
-    return _compiled(model.loss, cast, target, *placed)
-
-
-def _eight_devices(
-    loss: str, cast: _models.Cast, target: _targets.Target
-) -> _hlo.Program:
-    mesh = target.mesh("data", axis_types=(AxisType.Auto,))
-    placed = lambda *args: _targets.place(args, _targets.by_rows(mesh))
-    if loss != WHOLE:
+def costs(quick: bool, case: Case) -> Costs:
+    """Compiles a program."""
+    if case.program == WHOLE_STEP:
+        return _whole_step(quick, case)
+    cast = _models.by_hand if case.way == BY_HAND else _models.left
+    if case.program in _models.MODELS:
+        model = _models.MODELS[case.program](cast)
+        place = _targets.TARGETS[case.target].device()
+        return _gradient(model.loss, (model.params, *model.batch), place, case)
+    mesh = _targets.TARGETS[case.target].mesh()
+    by_rows = _targets.by_rows(mesh)
+    if case.program != GATHERED:
         square = jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32)
-        of_loss = _between_devices.LOSSES[loss](cast, mesh)
-        return _compiled(of_loss, cast, target, *placed(square, square))
+        loss = _between_devices.LOSSES[case.program](cast, mesh)
+        return _gradient(loss, (square, square), by_rows, case)
     model = _models.transformer(cast)
-    whole = [
-        jax.ShapeDtypeStruct((8 * x.shape[0], *x.shape[1:]), x.dtype)
-        for x in model.batch
-    ]
-    of_each = _between_devices.gathered_model(model, cast, mesh)
-    return _compiled(of_each, cast, target, *placed(model.params, *whole))
+    whole = lambda x: jax.ShapeDtypeStruct((8 * x.shape[0], *x.shape[1:]), x.dtype)
+    loss = _between_devices.gathered_model(model, cast, mesh)
+    return _gradient(loss, (model.params, *map(whole, model.batch)), by_rows, case)
 
 
-def _compiled(
-    loss: Any, cast: _models.Cast, target: _targets.Target, *args: Any
-) -> _hlo.Program:
-    """A loss and its gradients, compiled as on the machine itself."""
-    of = ols.autocast(loss) if cast is _models.left else loss
-    with target.as_default():
-        lowered = jax.jit(jax.value_and_grad(of)).lower(*args)
-    return _hlo.Program(lowered.compile())
+def _whole_step(quick: bool, case: Case) -> Costs:
+    """Of a transformer on 32,768 tokens: most of the memory is for the backward pass."""
+    way = (_ways.plain if case.way == FLOAT32 else _ways.apply_gradients)(ADAMW)
+    loss = {
+        FLOAT32: _transformer.float32_loss,
+        BY_HAND: _transformer.loss,
+        AUTOCAST: ols.autocast(_transformer.float32_loss),
+    }[case.way]
+    params = jax.eval_shape(lambda: _transformer.init(128 if quick else 1024))
+    tokens = jax.eval_shape(lambda: _transformer.tokens(32 if quick else 512))
+    args = params, jax.eval_shape(way.init, params), tokens
+    placed = _targets.place(args, _targets.TARGETS[case.target].device())
+    return _compiled.costs(way.train(loss), placed, case.target, donate=(0, 1))
+
+
+def _gradient(
+    loss: Callable[..., jax.Array], args: tuple[Any, ...], place: Any, case: Case
+) -> Costs:
+    """Of a loss and its gradient."""
+    of = ols.autocast(loss) if case.way == AUTOCAST else loss
+    placed = _targets.place(args, place)
+    return _compiled.costs(jax.value_and_grad(of), placed, case.target)
+
+
+def whole_step_table(found: Found) -> str:
+    """Memory / bytes moved, over float32 without loss scaling."""
+    targets = [t for t in _targets.TARGETS if (WHOLE_STEP, FLOAT32, t) in found]
+    base = {t: found[WHOLE_STEP, FLOAT32, t] for t in targets}
+    of = lambda way: [_over(found[WHOLE_STEP, way, t], base[t]) for t in targets]
+    return _table.markdown(
+        [f"{WHOLE_STEP}, over float32", *targets],
+        {way: of(way) for way in (BY_HAND, AUTOCAST)} if targets else {},
+    )
+
+
+def models_table(found: Found) -> str:
+    """Memory / bytes moved of a loss and its gradient, over a cast by hand."""
+    of = lambda model, target: _of_both(found, model, target, _over)
+    return _table.markdown(
+        ["loss and gradient, over a cast by hand", "H100", "v5e"],
+        {m: [of(m, "H100"), of(m, "v5e")] for m in _models.MODELS},
+    )
+
+
+def between_devices_table(found: Found) -> str:
+    """Bytes that each of eight devices sends, over a cast by hand."""
+    sent = lambda x, y: f"{x.sent / y.sent:.2f}"
+    summed = lambda x, y: f"{(x.sent + x.summed) / (y.sent + y.summed):.2f}"
+    of = lambda loss, ratio: _of_both(found, loss, "H100", ratio)
+    return _table.markdown(
+        ["eight H100s, over a cast by hand", "sent", "with sums of gradients"],
+        {loss: [of(loss, sent), of(loss, summed)] for loss in BETWEEN_DEVICES},
+    )
+
+
+def _of_both(found: Found, program: str, target: str, ratio: Any) -> str:
+    both = [found.get(Case(program, way, target)) for way in (AUTOCAST, BY_HAND)]
+    return ratio(*both) if all(both) else ""
+
+
+def _over(x: Costs, y: Costs) -> str:
+    return f"{x.memory / y.memory:.2f} / {x.moved / y.moved:.2f}"

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: kernels, copies, collectives, bytes moved.
+"""What a compiled program does, read from its text: operations, and the bytes that they move.
 
 For GPUs the compiler gives no cost analysis; and where it does, that is an estimate made before
 memory is assigned. The text of a compiled program is its schedule: what runs, in which order, on
@@ -9,7 +9,9 @@ import math
 import operator
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import jax
 
 # Names for what is already there.
 _FREE = {
@@ -25,7 +27,6 @@ _TAKES_PARTS = (*_COPIES, "gather")
 _IN_PLACE = "dynamic-update-slice"
 _RENAMED = 'custom_call_target="ConcatBitcast"'  # slices that lie side by side
 _ON_CHIP = re.compile(r"T\(.*S\([1-9]")  # a TPU's layouts alone have tiles
-_SCALAR_MEMORY = "S(6)"
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*)$")
@@ -83,9 +84,9 @@ class Program:
       temp_bytes: what the compiler allocates besides arguments and results.
     """
 
-    def __init__(self, compiled: Any):
-        self.temp_bytes: int = compiled.memory_analysis().temp_size_in_bytes
-        self._computations, entry = _parse(compiled.as_text())
+    def __init__(self, text: str, temp_bytes: int = 0):
+        self.temp_bytes = temp_bytes
+        self._computations, entry = _parse(text)
         self.operations = list(self._executed(entry))
 
     @property
@@ -104,13 +105,6 @@ class Program:
         found = (o for o in self.operations if o.opcode in _COPIES)
         return [o for o in found if o.read and o.written]
 
-    @property
-    def kernels(self) -> list[Operation]:
-        """What computes; a TPU's scalar instructions do not count."""
-        others = (*_COLLECTIVES, *_COPIES)
-        found = (o for o in self.operations if o.opcode not in others)
-        return [o for o in found if _SCALAR_MEMORY not in o.result]
-
     def _executed(self, computation: str) -> Iterator[Operation]:
         instructions = self._computations[computation]
         # An asynchronous operation reads when it starts and writes until it is done.
@@ -120,13 +114,12 @@ class Program:
             if i.opcode.endswith("-done")
         }
         for name, i in instructions.items():
+            is_last_part = i.opcode.endswith(("-done", "-update"))
+            if i.opcode in _FREE or is_last_part or _RENAMED in i.attributes:
+                continue
             called = _CALLED.findall(i.attributes)
             if found := _BRANCHES.search(i.attributes):
                 called += re.findall(r"[\w.-]+", found[1])
-            if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):
-                continue
-            if _RENAMED in i.attributes:
-                continue
             if i.opcode == "conditional":
                 ways = [list(self._executed(branch)) for branch in called]
                 yield from max(ways, key=lambda way: sum(o.moved for o in way))
@@ -135,16 +128,14 @@ class Program:
                 for _ in range(int(trips[1]) if trips else 1):
                     yield from self._executed(called[0])
             else:
-                i = i._replace(
-                    opcode=i.opcode.removesuffix("-start"),
-                    result=done.get(name, i.result),
-                )
-                operands = [_main_memory(instructions[x].result) for x in i.operands]
-                read = sum(
-                    map(operator.mul, operands, self._shares_read(i, instructions))
-                )
-                written = self._written(i, instructions)
-                yield Operation(i.opcode, i.result, round(read), written)
+                opcode = i.opcode.removesuffix("-start")
+                i = i._replace(opcode=opcode, result=done.get(name, i.result))
+                sizes = [
+                    _size(instructions[x].result, on_chip=False) for x in i.operands
+                ]
+                shares = self._shares_read(i, instructions)
+                read = round(sum(map(operator.mul, sizes, shares)))
+                yield Operation(opcode, i.result, read, self._written(i, instructions))
 
     def _body(self, fusion: _Instruction) -> dict[str, _Instruction]:
         found = _CALLS.search(fusion.attributes)
@@ -158,21 +149,16 @@ class Program:
             *_, root = body
             needed = dict.fromkeys(body, 0.0) | {root: 1.0}
             for name, inner in reversed(body.items()):
-                for x, share in zip(
-                    inner.operands, self._shares_read(inner, body), strict=True
-                ):
+                shares = self._shares_read(inner, body)
+                for x, share in zip(inner.operands, shares, strict=True):
                     needed[x] = min(1.0, needed[x] + needed[name] * share)
-            numbers = {
-                int(x.attributes): name
-                for name, x in body.items()
-                if x.opcode == "parameter"
-            }
+            parameters = (x for x in body.items() if x[1].opcode == "parameter")
+            numbers = {int(x.attributes): name for name, x in parameters}
             return [needed[numbers[n]] for n in range(len(i.operands))]
         shares = [1.0] * len(i.operands)
         if i.opcode in _TAKES_PARTS:
-            shares[0] = min(
-                1.0, _size(i.result) / max(1, _size(others[i.operands[0]].result))
-            )
+            whole = max(1, _size(others[i.operands[0]].result))
+            shares[0] = min(1.0, _size(i.result) / whole)
         elif i.opcode == _IN_PLACE:
             shares[0] = 0.0
         return shares
@@ -181,35 +167,28 @@ class Program:
         """The bytes that an instruction writes."""
         if i.opcode == "fusion" and (body := self._body(i)):
             *_, root = body.values()
-            parts = (
-                [body[x] for x in root.operands] if root.opcode == "tuple" else [root]
-            )
+            is_tuple = root.opcode == "tuple"
+            parts = [body[x] for x in root.operands] if is_tuple else [root]
             if any(part.opcode == _IN_PLACE for part in parts):
                 return sum(self._written(part, body) for part in parts)
         if i.opcode == _IN_PLACE:
-            return _main_memory(others[i.operands[1]].result)
-        return _main_memory(i.result)
+            return _size(others[i.operands[1]].result, on_chip=False)
+        return _size(i.result, on_chip=False)
 
 
-def _size(result: str) -> int:
-    return sum(map(_nbytes, _arrays(result)))
+def of(compiled: jax.stages.Compiled) -> Program:
+    """What JAX has compiled."""
+    memory = compiled.memory_analysis()
+    return Program(compiled.as_text(), memory.temp_size_in_bytes)
 
 
-def _main_memory(result: str) -> int:
-    """The bytes that a type, of an array or a tuple of them, has in main memory."""
+def _size(result: str, *, on_chip: bool = True) -> int:
+    """The bytes of a type, of an array or a tuple of them: in all, or in main memory."""
     return sum(
-        _nbytes(array) for array in _arrays(result) if not _ON_CHIP.search(array[2])
+        _itemsize(dtype) * math.prod(int(n) for n in shape.split(",") if n)
+        for dtype, shape, layout in _ARRAY.findall(result)
+        if on_chip or not _ON_CHIP.search(layout)
     )
-
-
-def _arrays(result: str) -> list[tuple[str, str, str]]:
-    """Dtype, shape and layout of each array in a type."""
-    return _ARRAY.findall(result)
-
-
-def _nbytes(array: tuple[str, str, str]) -> int:
-    dtype, shape, _ = array
-    return _itemsize(dtype) * math.prod(int(n) for n in shape.split(",") if n)
 
 
 def _itemsize(dtype: str) -> int:

@@ -14,8 +14,6 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-import optax_lossscale as ols
-
 Cast: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
@@ -54,9 +52,8 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(losses)
 
 
-def _layer_norm(
-    cast: Cast, x: jax.Array, scale: jax.Array, bias: jax.Array
-) -> jax.Array:
+def _layer_norm(cast: Cast, x: jax.Array, norm: tuple[jax.Array, ...]) -> jax.Array:
+    scale, bias = norm
     return cast(jax.nn.standardize(_wide(x), epsilon=1e-6) * scale + bias)
 
 
@@ -82,18 +79,14 @@ def resnet(
 
     def loss(params, images, labels):
         x = jax.nn.relu(conv(images, params["stem"]))
-        for block in params["blocks"]:
-            h = jax.nn.relu(
-                normed(conv(x, block["w1"]), block["scale1"], block["bias1"])
-            )
-            x = jax.nn.relu(
-                x + normed(conv(h, block["w2"]), block["scale2"], block["bias2"])
-            )
+        for p in params["blocks"]:
+            h = jax.nn.relu(normed(conv(x, p["w1"]), *p["norm1"]))
+            x = jax.nn.relu(x + normed(conv(h, p["w2"]), *p["norm2"]))
         x = jnp.mean(_wide(x), (1, 2))
         return _cross_entropy(cast(x) @ cast(params["head"]), labels)
 
-    vectors = dict.fromkeys(("scale1", "bias1", "scale2", "bias2"), _floats(width))
-    block = vectors | dict.fromkeys(("w1", "w2"), _floats(3, 3, width, width))
+    norms = dict.fromkeys(("norm1", "norm2"), (_floats(width), _floats(width)))
+    block = norms | dict.fromkeys(("w1", "w2"), _floats(3, 3, width, width))
     params = {"stem": _floats(3, 3, 3, width), "blocks": [block] * blocks}
     params["head"] = _floats(width, 10)
     return Model(params, (_floats(*image, 3), _integers(image[0])), loss)
@@ -112,26 +105,16 @@ def classifier(cast: Cast) -> Model:
 
 
 def _attention(cast: Cast, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = (
-        _wide(jnp.einsum("bthd,bshd->bhts", cast(q), cast(k))) * q.shape[-1] ** -0.5
-    )
+    scores = _wide(jnp.einsum("bthd,bshd->bhts", cast(q), cast(k)))
+    scores *= q.shape[-1] ** -0.5
     causal = jnp.tri(q.shape[1], dtype=bool)
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9))
     return jnp.einsum("bhts,bshd->bthd", cast(weights), cast(v))
 
 
-def _fused_attention(cast: Cast, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """By a kernel of cuDNN, which takes 16 bits alone."""
-    attend = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-    )
-    return ols.cast_inputs(attend)(cast(q), cast(k), cast(v))
-
-
 def transformer(
     cast: Cast,
     *,
-    attend: Callable[..., jax.Array] = _attention,
     norms_after: bool = False,
     in_scan: bool = False,
     width: int = 1024,
@@ -143,15 +126,16 @@ def transformer(
     head = 64
 
     def layer(x, p):
-        before = lambda x, n: x if norms_after else _layer_norm(cast, x, *p[n])
-        after = lambda x, n: _layer_norm(cast, x, *p[n]) if norms_after else x
+        before = lambda x, n: x if norms_after else _layer_norm(cast, x, p[n])
+        after = lambda x, n: _layer_norm(cast, x, p[n]) if norms_after else x
         qkv = jnp.split(cast(before(x, "norm1")) @ cast(p["qkv"]), 3, -1)
         q, k, v = (y.reshape(batch, length, width // head, head) for y in qkv)
-        attended = checkpoint_name(attend(cast, q, k, v).reshape(x.shape), "attended")
-        x = after(x + cast(attended) @ cast(p["out"]), "norm1")
-        up = checkpoint_name(
-            cast(before(x, "norm2")) @ cast(p["up"]) + cast(p["bias"]), "up"
+        attended = checkpoint_name(
+            _attention(cast, q, k, v).reshape(x.shape), "attended"
         )
+        x = after(x + cast(attended) @ cast(p["out"]), "norm1")
+        up = cast(before(x, "norm2")) @ cast(p["up"]) + cast(p["bias"])
+        up = checkpoint_name(up, "up")
         return after(x + cast(jax.nn.gelu(up)) @ cast(p["down"]), "norm2")
 
     def loss(params, x, labels):
@@ -181,9 +165,8 @@ def transformer(
         "layers": stacked if in_scan else [one] * layers,
         "head": _floats(width, 1024),
     }
-    return Model(
-        params, (_floats(batch, length, width), _integers(batch, length)), loss
-    )
+    inputs = (_floats(batch, length, width), _integers(batch, length))
+    return Model(params, inputs, loss)
 
 
 def mamba(cast: Cast, *, width: int = 512, length: int = 1024, batch: int = 4) -> Model:
@@ -191,7 +174,7 @@ def mamba(cast: Cast, *, width: int = 512, length: int = 1024, batch: int = 4) -
     states = 16
 
     def layer(x, p):
-        z, u = jnp.split(_layer_norm(cast, x, *p["norm"]) @ cast(p["in"]), 2, -1)
+        z, u = jnp.split(_layer_norm(cast, x, p["norm"]) @ cast(p["in"]), 2, -1)
         u = jax.nn.silu(u)
         step = jax.nn.softplus(_wide(cast(u) @ cast(p["step"])))
         b, c = jnp.split(_wide(cast(u) @ cast(p["bc"])), 2, -1)
@@ -221,9 +204,8 @@ def mamba(cast: Cast, *, width: int = 512, length: int = 1024, batch: int = 4) -
         "layers": [one] * 2,
         "head": _floats(width, 256),
     }
-    return Model(
-        params, (_floats(batch, length, width), _integers(batch, length)), loss
-    )
+    inputs = (_floats(batch, length, width), _integers(batch, length))
+    return Model(params, inputs, loss)
 
 
 def lstm(cast: Cast, *, width: int = 512, length: int = 128, batch: int = 64) -> Model:
@@ -242,12 +224,10 @@ def lstm(cast: Cast, *, width: int = 512, length: int = 128, batch: int = 64) ->
         _, hs = lax.scan(step, (cast(zeros), zeros), cast(xs))
         return _cross_entropy(cast(hs) @ cast(params["head"]), labels)
 
-    params = dict.fromkeys("xh", _floats(width, 4 * width)) | {
-        "head": _floats(width, 256)
-    }
-    return Model(
-        params, (_floats(length, batch, width), _integers(length, batch)), loss
-    )
+    params = dict.fromkeys("xh", _floats(width, 4 * width))
+    params["head"] = _floats(width, 256)
+    inputs = (_floats(length, batch, width), _integers(length, batch))
+    return Model(params, inputs, loss)
 
 
 def experts(cast: Cast) -> Model:
@@ -295,19 +275,19 @@ def recommender(cast: Cast) -> Model:
         "layers": [_floats(first, 512), _floats(512, 256)],
         "out": _floats(256, 1),
     }
-    return Model(
-        params, (_integers(batch, features), _floats(batch, 13), _floats(batch)), loss
-    )
+    inputs = (_integers(batch, features), _floats(batch, 13), _floats(batch))
+    return Model(params, inputs, loss)
 
 
-_LONG = {"length": 4096, "batch": 1, "layers": 1, "width": 512}
 MODELS: dict[str, Callable[[Cast], Model]] = {
     "transformer": transformer,
     "norms after the sums, as in BERT": functools.partial(
         transformer, norms_after=True
     ),
     "layers in a scan, kept by name": functools.partial(transformer, in_scan=True),
-    "4096 tokens of attention": functools.partial(transformer, **_LONG),
+    "4096 tokens of attention": functools.partial(
+        transformer, length=4096, batch=1, layers=1, width=512
+    ),
     "128k classes": classifier,
     "ResNet with batch norm": resnet,
     "Mamba": mamba,
@@ -315,6 +295,3 @@ MODELS: dict[str, Callable[[Cast], Model]] = {
     "mixture of experts": experts,
     "recommender": recommender,
 }
-# In 16 bits alone, and only with a GPU of the A100's generation or a later one.
-FUSED = "4096 tokens of attention, fused"
-ON_GPU = {FUSED: functools.partial(transformer, attend=_fused_attention, **_LONG)}

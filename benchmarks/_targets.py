@@ -15,7 +15,13 @@ from unittest import mock
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 # libtpu would ask the cloud which machine this is, and let only one process at a time
 # load it.
@@ -62,38 +68,38 @@ class Target:
         """The placement on a single device."""
         return SingleDeviceSharding(self._devices(self.one)[0])
 
-    def mesh(self, axis: str = "data", **kwargs: Any) -> Mesh:
-        """A mesh of `DEVICES` devices along one axis."""
-        return Mesh(np.array(self._devices(self.many)), (axis,), **kwargs)
+    def mesh(self) -> Mesh:
+        """A mesh of `DEVICES` devices along one axis, `data`."""
+        devices = np.array(self._devices(self.many))
+        return Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
 
     def _devices(self, topology: dict[str, str]) -> list[jax.Device]:
-        # Looking for devices of their own, the plugins would find none, and compile no
-        # more.
+        # Else the plugins look for devices, find none, and compile no more.
         jax.config.update("jax_platforms", "cpu")
         for name, value in _LIBTPU.items():
             os.environ.setdefault(name, value)
         return topologies.get_topology_desc(platform=self.platform, **topology).devices
 
 
-def _tpu(generation: str) -> Target:
-    topology = lambda shape: {"topology_name": f"{generation}:{shape}"}
-    return Target(generation, "tpu", "libtpu", topology("2x2"), topology("2x4"))
-
-
-def _gpu(name: str, description: str) -> Target:
-    text = (pathlib.Path(__file__).parent / description).read_text()
+def _gpu(name: str) -> Target:
+    text = pathlib.Path(__file__).with_name(f"{name.lower()}.txtpb").read_text()
     topology = lambda shape: {"topology": shape, "target_config": text}
     one, many = topology("1x1x1"), topology(f"1x1x{DEVICES}")
     return Target(name, "cuda", "jax_plugins.xla_cuda12", one, many)
 
 
-H100 = _gpu("H100", "h100.txtpb")  # recorded on one
+H100 = _gpu("H100")  # recorded on one
 # Written after their data sheets.
-V100 = _gpu("V100", "v100.txtpb")
-T4 = _gpu("T4", "t4.txtpb")
-V5E = _tpu("v5e")
-V6E = _tpu("v6e")
-TARGETS = (H100, V100, T4, V5E, V6E)
+V100 = _gpu("V100")
+T4 = _gpu("T4")
+V5E = Target(
+    "v5e",
+    "tpu",
+    "libtpu",
+    one={"topology_name": "v5e:2x2"},
+    many={"topology_name": "v5e:2x4"},
+)
+TARGETS = {target.name: target for target in (H100, V100, T4, V5E)}
 
 
 def place(tree: Any, placement: Any) -> Any:

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import optax
 from optax.losses import softmax_cross_entropy_with_integer_labels as cross_entropy
 
-BYTES = 256
-"""The size of the vocabulary."""
-
+BYTES = 256  # the size of the vocabulary
 CONTEXT = 64
 HEADS = 4
 
