@@ -9,8 +9,7 @@ On GPU and TPU, a leaf is reduced to one number, with a mark in place of each el
 that is not finite (`_marked`). XLA's compiler for CPU makes of a reduction with one
 result several passes, which write and read an array as large as the leaf. One with two
 results becomes a single pass at the speed of memory, so there a leaf is reduced as
-pairs of a number and a flag (`_in_pairs`). docs/benchmarks/findings.md has the
-measurements.
+pairs of a number and a flag (`_in_pairs`).
 
 Under `jit` alone, arrays are global, and the compiler inserts the communication that a
 reduction needs. Under `pmap` and `shard_map`, the check reads the arrays of one replica
