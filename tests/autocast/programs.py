@@ -307,19 +307,14 @@ PIECES = dict(globals())  # what a program may name
 KEEPING = """
 jnp.tanh({v})
 jax.nn.gelu({v})
-jax.nn.gelu({v}, approximate=False)
 jax.nn.relu({v})
 jax.nn.softplus({v})
 jnp.exp(-({v} ** 2))
-jnp.exp(jnp.minimum({v}, 2.0))
-jnp.log1p(jnp.abs({v}))
 jnp.log(1 - jnp.tanh({v}) ** 2 + 1e-6)
 jnp.sqrt({v} ** 2 + 1)
 {v} ** 3 / (1 + {v} ** 2)
 1 / (1.001 - jnp.clip({v}, -1, 1))
 ({v} - 0.9 * {u}) * 30
-jnp.sin({v})
-jnp.arctan2({v}, 1 + {u} ** 2)
 jnp.logaddexp({v}, {u})
 {v} + {u}
 {v} - 0.5 * {u}
@@ -330,33 +325,24 @@ jnp.clip({v}, -2.5, 2.5)
 jnp.where((table({s}, {n}, {d}) > -0.25), {v}, {u})
 jnp.where((table({s}, {n}, {d}) > -0.25), {v}, -1e9) * (table({s}, {n}, {d}) > -0.25)
 {v} * 300.0
-{v} / 40
-2 - {v}
 {v} + table({s}, {n}, {d})
-{v} * table({s}, {d})
-{v} * {pd}
 {v} * (1 + {pd}) + {pd}
 {v} * {p}
 {v} + {pnd}
 normalized_ct({v})
-{v} - {v}.mean(0)
 {v} * lax.rsqrt(jnp.mean({v} ** 2, -1, keepdims=True) + 1e-6) * (1 + {pd})
 {v} * lax.rsqrt(jnp.einsum("nd,nd->n", {v}, {v})[:, None] + 1e-6)
 jax.nn.standardize({v}, epsilon=1e-5)
 jax.nn.softmax({v})
-jax.nn.log_softmax({v})
 jnp.exp({v} - jax.nn.logsumexp({v}, -1, keepdims=True))
-{v} / (1 + jnp.max(jnp.abs({v})))
 {v} * jnp.minimum(1, 5 / (jnp.sqrt(jnp.sum({v} ** 2)) + 1e-6))
 {v} + jnp.vdot({v}, {u}) / {nd}
 jnp.cumsum({v}, 0)
 lax.cumlogsumexp({v}, 0)
-jnp.cumprod(jax.nn.sigmoid({v}), 0)
 recurrence({v}, {pdd})
 jax.ops.segment_sum({v}, ids({s}, {n}, 2), {n})
 jax.ops.segment_max({v}, ids({s}, {n}, 2), {n}) * 0 + {v}
 {v}.at[ids({s}, 3, {n})].add({v}[:1])
-{v}.at[0].set({pd})
 {v}[ids({s}, {n}, {n})]
 jnp.take_along_axis({v}, ids({s}, {n}, {d})[:, None], 1) * jnp.tanh({v})
 {tnd}[ids({s}, {n}, {n})] * {v} + {u}
@@ -367,21 +353,16 @@ jnp.roll({v}, 1, 0)
 jnp.pad({v}, ((1, 0), (0, 0)))[:-1]
 lax.dynamic_update_slice({v}, {u}[:1] * 2, (jnp.int32({n} // 2), 0))
 jnp.concatenate([{v}[:1], {u}[1:]])
-jnp.stack([{v}, {u}]).max(0)
 sum(jnp.split(jnp.tile({v}, (1, 2)), 2, -1)) / 2
 jnp.repeat({v}, 100, axis=0).reshape({n}, 100, {d}).mean(1)
 jnp.sort({v}, -1)
-lax.top_k({v}, {d})[0]
 lax.reduce_window({v}, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME")
 lax.reduce_window({v}, 0.0, lax.add, (2, 2), (1, 1), "SAME") / 4
 {v} + lax.stop_gradient(jnp.round({v} * 4) / 4 - {v})
 jax.lax.optimization_barrier({v})
-jax.nn.one_hot(ids({s}, {n}, {d}), {d}) + {v}
 jnp.real(jnp.fft.ifft(jnp.fft.fft({v}) * 1.5))
-jnp.abs(lax.complex({v}, {u}) + 0.1)
 jnp.linalg.solve(jnp.eye({d}) * 3 + jnp.tanh({pdd}), {v}.T).T
 {v} @ {pdd}
-{v} @ {pdd} + {pd}
 {v} + jax.nn.gelu({v} @ {pdd}) @ {pdd} * {pd}
 jnp.dot({v}, {pdd}, preferred_element_type=jnp.float32)
 jnp.matmul({v}, {pdd}, precision=lax.Precision.HIGHEST) @ {pdd}

@@ -107,6 +107,13 @@ def test_what_a_loop_carries_is_as_traced():
     assert carried == jnp.float32
 
 
+def test_what_a_loop_begins_with_is_not_rounded():
+    step = lambda w: lambda h, _: (h + h @ w, None)
+    fun = lambda w, x: lax.scan(step(w), jnp.tanh(x @ w), length=4)[0]
+    found = narrowed(fun, W, X)
+    assert found[: found.index("scan:f32")].count(WIDENED) == 1  # before the tanh
+
+
 @pytest.mark.parametrize(
     "fun",
     [

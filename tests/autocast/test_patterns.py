@@ -199,39 +199,6 @@ def nnx_gemma():
     return Pattern(loss_fn, params, text(32, 8, 16), rest)
 
 
-class Recognizer(nnx.Module):
-    """A convolution, a bidirectional GRU and BatchNorm, for a CTC loss."""
-
-    def __init__(self, rngs):
-        self.conv = nnx.Conv(8, 16, (3,), rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.forward = nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs))
-        self.backward = nnx.RNN(
-            nnx.GRUCell(16, 16, rngs=rngs), reverse=True, keep_order=True
-        )
-        self.out = nnx.Linear(32, 6, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.norm(self.conv(x)))
-        return self.out(jnp.concatenate([self.forward(x), self.backward(x)], -1))
-
-
-@pattern
-def nnx_ctc():
-    graph, params, rest = nnx.split(Recognizer(nnx.Rngs(0)), nnx.Param, ...)
-    labels = jnp.array([[1, 2, 3, 0], [2, 2, 4, 5], [5, 4, 0, 0], [3, 1, 2, 5]])
-    paddings = (labels == 0).astype(jnp.float32)
-    lengths = (jnp.arange(14) >= jnp.array([[14], [12], [9], [14]])).astype(jnp.float32)
-
-    def loss_fn(params, rest, key, x):
-        # what changes is a trace's own
-        model = nnx.merge(graph, params, rest, copy=True)
-        losses = optax.ctc_loss(model(x), lengths, labels, paddings)
-        return jnp.mean(losses), nnx.state(model, nnx.Not(nnx.Param))
-
-    return Pattern(loss_fn, params, normal(0, 4, 14, 8), rest)
-
-
 # --- Haiku ---
 
 
