@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from against_float32 import equations, normal
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.narrow import narrow
 
@@ -44,7 +45,7 @@ def test_the_result_of_a_product_is_moved_in_16_bits():
 
 
 def test_what_goes_to_a_product_alone_is_sent_in_16_bits():
-    named = lambda x: jax.ad_checkpoint.checkpoint_name(x, "x")
+    named = lambda x: checkpoint_name(x, "x")
     assert "name:f16" in narrowed(lambda w, x: named(x) @ w, W, X)
     assert "name:f32" in narrowed(lambda w, x: (lambda y: (y @ w, y))(named(x)), W, X)
 
