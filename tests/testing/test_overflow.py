@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pairs import one_in
+from pairs import one_in, quick
 
 import optax_lossscale as ols
 
@@ -143,7 +143,7 @@ def gradients_zeroed_by_hand(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of(NOT_ADAPTED, "comes back as it was given, or as it always is")
+@step_of(NOT_ADAPTED, "comes back as it was given")
 def old_loss_scale(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
@@ -311,7 +311,20 @@ def batch_norm_of_nnx(right):
     return step, (model, optimizer, X, Y)
 
 
-@one_in(3, "name", [*STEPS])
+QUICK = (
+    "average_of_parameters",
+    "gradients_that_are_not_finite",
+    "old_loss_scale",
+    "a_loss_scale_made_anew",
+    "old_state",
+    "momentum_after_the_wrapper",
+    "tokens_without_a_loss_scale",
+    "under_shard_map",
+    "batch_norm_of_nnx",
+)
+
+
+@quick("name", [*STEPS], *QUICK)
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
     make, found, said, options = STEPS[name]
     step, arguments = make(right=False)
