@@ -145,22 +145,6 @@ def test_what_is_no_function_is_refused():
         ols.cast_inputs(Q)
 
 
-def test_a_forward_rule_that_calls_a_kernel_is_given_16_bits_too():
-    kernel = ols.cast_inputs(in_16_bits)
-
-    @jax.custom_vjp
-    def f(w, x):
-        return kernel(x, w, w)
-
-    f.defvjp(
-        lambda w, x: (f(w, x), (w, x)),
-        lambda saved, g: jax.vjp(lambda w, x: attention(x, w, w), *saved)[1](g),
-    )
-    grads = jax.grad(ols.autocast(lambda w: jnp.sum(f(w, Q[0]) ** 2)))(W)
-    exact = jax.grad(lambda w: jnp.sum(attention(Q[0], w, w) ** 2))(W)
-    chex.assert_trees_all_close(grads, exact, rtol=0.05, atol=0.02)
-
-
 def test_what_it_sets_in_an_nnx_module_is_kept():
     """And parameters, which it reads in 16 bits, keep their digits."""
     nnx = pytest.importorskip("flax.nnx")

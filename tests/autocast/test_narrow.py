@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from against_float32 import equations, normal
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.narrow import narrow
 
@@ -44,7 +45,7 @@ def test_the_result_of_a_product_is_moved_in_16_bits():
 
 
 def test_what_goes_to_a_product_alone_is_sent_in_16_bits():
-    named = lambda x: jax.ad_checkpoint.checkpoint_name(x, "x")
+    named = lambda x: checkpoint_name(x, "x")
     assert "name:f16" in narrowed(lambda w, x: named(x) @ w, W, X)
     assert "name:f32" in narrowed(lambda w, x: (lambda y: (y @ w, y))(named(x)), W, X)
 
@@ -105,6 +106,13 @@ def test_what_a_loop_carries_is_as_traced():
         if eqn.primitive.name == "scan"
     ]
     assert carried == jnp.float32
+
+
+def test_what_a_loop_begins_with_is_not_rounded():
+    step = lambda w: lambda h, _: (h + h @ w, None)
+    fun = lambda w, x: lax.scan(step(w), jnp.tanh(x @ w), length=4)[0]
+    found = narrowed(fun, W, X)
+    assert found[: found.index("scan:f32")].count(WIDENED) == 1  # before the tanh
 
 
 @pytest.mark.parametrize(

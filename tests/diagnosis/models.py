@@ -1,8 +1,7 @@
 """Models and losses for `diagnose`: sound ones, and ones that 16 bits spoil."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,8 @@ def embedding(tokens=4096, rows=2, cast_first=True):
 
     def loss_fn(params, tokens, y):
         table = params["embed"].astype(F16) if cast_first else params["embed"]
-        return square(table[tokens].astype(F16) @ params["out"].astype(F16), y + 1)
+        rows = table[tokens].astype(F16)  # fault
+        return square(rows @ params["out"].astype(F16), y + 1)
 
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, rows, tokens))
     return loss_fn, params, tokens, normal(tokens.size, 4, scale=1)
@@ -231,7 +231,8 @@ def contrastive():
 def scan(steps=20_000):
     def loss_fn(params, x):
         w = params["w"].astype(F16)
-        add = lambda total, x: (total + (w * x.astype(F16)).astype(F32), None)
+        y = lambda x: (w * x.astype(F16)).astype(F32)  # fault
+        add = lambda total, x: (total + y(x), None)
         return jax.lax.scan(add, F32(0), x)[0]
 
     x = np.random.default_rng(0).uniform(0, 1.3e-4, steps)
@@ -243,7 +244,7 @@ def gate(at=9.0):
 
     def loss_fn(params, x):
         p = half(params)
-        x = jax.nn.sigmoid(p["gate"]) * p["w"] * x.astype(F16)
+        x = jax.nn.sigmoid(p["gate"]) * p["w"] * x.astype(F16)  # fault
         return jnp.mean(x.astype(F32).sum(-1) ** 2)
 
     return loss_fn, params, normal(16, 8, scale=1)
@@ -255,7 +256,7 @@ def rotary(dtype=F32):
     def loss_fn(params, x):
         p, x = half(params), x.astype(F16)
         frequencies = jnp.asarray(1e-4 ** (np.arange(8) / 8), dtype)
-        angles = jnp.arange(4096).astype(dtype)[:, None] * frequencies
+        angles = jnp.arange(4096).astype(dtype)[:, None] * frequencies  # fault
         cos, sin = jnp.cos(angles).astype(F16), jnp.sin(angles).astype(F16)
         turned = lambda x: jnp.concatenate(
             [x[:, :8] * cos - x[:, 8:] * sin, x[:, 8:] * cos + x[:, :8] * sin], -1
@@ -289,11 +290,6 @@ HEALTHY = {
 }
 
 
-def deep_relu():
-    """Six layers, whose gradients are small and not zero."""
-    return deep(6)
-
-
 def batch_normalized():
     """A convolution whose bias is normalized away, as that of a dense layer."""
     params = {
@@ -315,278 +311,172 @@ def batch_normalized():
     return ols.autocast(loss_fn), params, normal(16, 8, 8, 3, scale=1)
 
 
-HEALTHY |= {"deep relu": deep_relu, "batch norm": batch_normalized}
+HEALTHY |= {"deep relu": functools.partial(deep, 6), "batch norm": batch_normalized}
 
 
-# --- losses that 16 bits spoil ---
+# --- losses that 16 bits spoil, each in the line that says so; above, some do as well ---
+
+# Each makes a loss function, its parameters and its batch.
+SPOILED = {}
+X = normal(64, 8, scale=1)
 
 
-class Spoiled(NamedTuple):
-    """A loss that 16 bits spoil.
-
-    Attributes:
-      loss_fn: the loss function.
-      inputs: its parameters and batch.
-      function: the function with the line at fault.
-      line: how many lines after the head of the function it is.
-      causes: the words that say what happens.
-    """
-
-    loss_fn: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    function: Any
-    line: int
-    causes: str
+def spoiled(make):
+    SPOILED[make.__name__] = make
+    return make
 
 
-def distance(params, x):
-    """Squared, as |a|² - 2ab + |b|²."""
-    a = jnp.tanh(x @ params["w"])
-    b = a + 0.01 * jnp.tanh(x @ params["v"])
-    return jnp.mean((a**2).sum(1) - 2 * jnp.diag(a @ b.T) + (b**2).sum(1))
+@spoiled
+def distance_as_a_difference_of_squares():
+    def loss_fn(params, x):
+        a = jnp.tanh(x @ params["w"])
+        b = a + 0.01 * jnp.tanh(x @ params["v"])
+        return jnp.mean((a**2).sum(1) - 2 * jnp.diag(a @ b.T) + (b**2).sum(1))  # fault
+
+    params = {"w": normal(8, 256, scale=1), "v": normal(8, 256, scale=1, seed=1)}
+    return ols.autocast(loss_fn), params, X
 
 
-def phases(params, x):
-    """sin(positions @ frequencies)."""
-    return square(jnp.sin(x @ params["frequencies"]) @ params["w"])
+@spoiled
+def small_difference_of_large_numbers():
+    def loss_fn(params, x):
+        return square(x @ params["w"] - x.sum(-1, keepdims=True))  # fault
+
+    return ols.autocast(loss_fn), {"w": 1 + normal(8, 1, scale=1e-4)}, 10 + X
 
 
-def residual(params, x):
-    """A small difference of large numbers."""
-    return square(x @ params["w"] - x.sum(-1, keepdims=True))
+@spoiled
+def derivative_of_a_small_energy():
+    def loss_fn(p, x):
+        energy = lambda x: 1e-7 * jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])  # fault
+        return square(jax.grad(energy)(x) * 1e7 - x)
+
+    params = {"w": normal(8, 16, scale=1), "v": normal(16, 1, scale=1)}
+    return ols.autocast(loss_fn), params, X
 
 
-def forces(params, x):
-    """The derivative of a small energy."""
-    energy = lambda x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["v"]) * 1e-7
-    return square(jax.grad(energy)(x) * 1e7 - x)
+@spoiled
+def factor_of_a_matrix_that_is_barely_positive_definite():
+    def loss_fn(params, x):
+        y = x @ params["w"]
+        factor = jnp.linalg.cholesky(y @ y.T + 1e-4 * jnp.eye(len(x)))  # fault
+        return jnp.sum(jnp.log(jnp.diag(factor)))
+
+    return ols.autocast(loss_fn), {"w": normal(8, 4, scale=1)}, X
 
 
-def attack(params, x):
-    """A step along the sign of a derivative."""
-    inner = lambda x: jnp.mean((jnp.tanh(x @ params["w"]) - x) ** 2) / 2**13
-    return square(jnp.tanh((x + jnp.sign(jax.grad(inner)(x))) @ params["w"]) - x)
+@spoiled
+def variance_as_a_difference():
+    def loss_fn(params, x):
+        y = (x @ params["w"]).astype(F16) + F16(30)
+        squares = (y * y).mean(0).astype(F32)
+        return jnp.sum(squares - (y.mean(0) ** 2).astype(F32))  # fault
+
+    return ols.autocast(loss_fn), {"w": normal(8, 8, scale=0.02)}, X
 
 
-def gram(params, x):
-    """The factor of a matrix that is barely positive definite."""
-    y = x @ params["w"]
-    factor = jnp.linalg.cholesky(y @ y.T + 1e-4 * jnp.eye(len(x)))
-    return jnp.sum(jnp.log(jnp.diag(factor)))
+@spoiled
+def long_sum_in_16_bits():
+    def loss_fn(params, x):
+        y = x[:, 0] ** 2 * params["w"] ** 2 + 1
+        add = lambda i, s: s + y[i].astype(F16)  # fault
+        return lax.fori_loop(0, len(x), add, jnp.zeros((), F16)).astype(F32)
+
+    return loss_fn, {"w": F32(0.7)}, normal(6000, 8, scale=1)
 
 
-def variance(params, x):
-    """As E[y²] - E[y]², in 16 bits."""
-    y = (x @ params["w"]).astype(F16) + F16(30)
-    return jnp.sum((y * y).mean(0).astype(F32) - (y.mean(0) ** 2).astype(F32))
+@spoiled
+def value_below_the_range():
+    def loss_fn(params, x):
+        y = jnp.exp(-((x @ params["w"]) ** 2) - 18).astype(F16)  # fault
+        return square(y.astype(F32) * 1e8)
+
+    return ols.autocast(loss_fn), {"w": normal(8, 8, scale=0.1)}, X
 
 
-def total(params, x):
-    """A long sum in 16 bits."""
-    add = lambda i, s: s + (x[i, 0] ** 2 * params["w"][0, 0] ** 2 + 1).astype(F16)
-    return lax.fori_loop(0, len(x), add, jnp.zeros((), F16)).astype(F32)
+@spoiled
+def penalty_that_is_zero_where_weights_are_orthogonal():
+    def loss_fn(w, x):
+        task = jnp.mean(jnp.tanh(x @ w) ** 2)
+        return 0.1 * task + jnp.sum((w @ w.T - jnp.eye(16)) ** 2)  # fault
 
-
-def vanishing(params, x):
-    """A value below the range of 16 bits."""
-    y = jnp.exp(-((x @ params["w"]) ** 2) - 18).astype(F16)
-    return square(y.astype(F32) * 1e8)
-
-
-def indices(params, x):
-    """Indices that went through 16 bits."""
-    rows = (2500 + jnp.arange(len(x))).astype(F16).astype(jnp.int32)
-    return square(params["table"][rows].astype(F16) @ params["w"].astype(F16))
-
-
-def saturating(w, x):
-    y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
-    return -jnp.mean(jnp.log(1 - y + F16(1e-8)).astype(F32))
-
-
-def clipped(w, x):
-    y = jnp.tanh(x.astype(F16) * w.astype(F16))
-    return -jnp.mean(jnp.log(1 - jnp.clip(y, 1e-7, 1 - 1e-7).astype(F32)))
-
-
-def cast(w, x):
-    y = (1 / (1 + jnp.exp(-x * w))).astype(F16)
-    return -jnp.mean(jnp.log(1 - y.astype(F32)))
-
-
-def discounted(w, x, rewards):
-    """A return that is rounded to bfloat16 in each iteration."""
-
-    def step(c, reward):
-        c = (reward + F32(0.999) * c.astype(F32)).astype(BF16)
-        return c, c
-
-    _, returns = lax.scan(step, jnp.zeros(16, BF16), rewards)
-    return square(x.astype(BF16) @ w.astype(BF16) - returns)
-
-
-def days(w, days):
-    days = days.astype(F16)
-    phases = days * F16(0.9)
-    return jnp.mean(jnp.cos(phases).astype(F32) * w)
-
-
-def small_inside(params, x):
-    """Gradients vanish inside, whatever the loss scale."""
-    p = half(params)
-    x = jnp.tanh(x.astype(F16) @ p["a"]) * F16(1e-4)
-    x = x * F16(1e-4)
-    return square((x.astype(F32) * 1e8).astype(F16) @ p["b"])
-
-
-def penalized(w, x):
-    """A penalty that is zero where weights are orthogonal."""
-    task = jnp.mean(jnp.tanh(x @ w) ** 2)
-    return 0.1 * task + jnp.sum((w @ w.T - jnp.eye(16)) ** 2)
-
-
-def swallowed(w, x):
-    x = (x.astype(F16) * 1000) @ w.astype(F16)
-    size = jnp.mean((x * x).astype(F32))
-    return 1 / (size / 1e6)
-
-
-def picked(w, x):
-    y = (x.astype(F16) * w.astype(F16)) ** 2
-    return jnp.sum(jnp.log(y[60:62].astype(F32) + 1e-12))
-
-
-def accumulated(w, x):
-    y = jax.nn.softplus(x.astype(F16) @ w.astype(F16))
-    return square(jnp.exp(-jnp.diff(jnp.cumsum(y, 0).astype(F32), axis=0)))
-
-
-def multiplied(w, x):
-    y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
-    return -jnp.mean(jnp.log(jnp.cumprod(y[:60], 0).astype(F32) + 1e-30))
-
-
-def eighth(w, x):
-    y = x.astype(F16) * w.astype(F16)
-    y = y.astype(jnp.float8_e4m3fn)
-    return square(y.astype(F32) / 300)
-
-
-def root_mean_square(params, x):
-    h = x.astype(F16) @ params["w"].astype(F16)
-    return square(jnp.log(jnp.mean(h * h * F16(1e-4), -1).astype(F32) + 1e-12))
-
-
-def counted(w):
-    """A long sum of ones."""
-    degree = jax.ops.segment_sum(jnp.ones(4000, BF16), jnp.zeros(4000, int), 2)
-    return jnp.sum(w / degree[:1].astype(F32))
-
-
-def _spoiled():
-    x = normal(64, 8, scale=1)
-    rewards = 0.1 + 0.01 * np.random.default_rng(0).normal(size=(400, 16))
     orthogonal = jnp.linalg.qr(normal(16, 16, scale=1.0))[0]
-    by_autocast = {
-        "distance": (
-            distance,
-            {"w": normal(8, 256, scale=1), "v": normal(8, 256, scale=1, seed=1)},
-            x,
-            4,
-            "cancels",
-        ),
-        "phases": (
-            phases,
-            {"frequencies": normal(8, 8, scale=500), "w": normal(8, 4, scale=1)},
-            x,
-            2,
-            "cancels",
-        ),
-        "residual": (
-            residual,
-            {"w": 1 + normal(8, 1, scale=1e-4)},
-            10 + x,
-            2,
-            "cancels",
-        ),
-        "forces": (
-            forces,
-            {"w": normal(8, 16, scale=1), "v": normal(16, 1, scale=1)},
-            x,
-            2,
-            "vanishes",
-        ),
-        "attack": (attack, {"w": normal(8, 8, scale=0.3)}, x, 2, "vanishes"),
-        "gram": (gram, {"w": normal(8, 4, scale=1)}, x, 3, "overflows"),
-        "variance": (variance, {"w": normal(8, 8, scale=0.02)}, x, 3, "cancels"),
-        "total": (
-            total,
-            {"w": normal(8, 8, scale=1)},
-            normal(6000, 8, scale=1),
-            2,
-            "rounds",
-        ),
-        "vanishing": (vanishing, {"w": normal(8, 8, scale=0.1)}, x, 2, "vanishes"),
-        "indices": (
-            indices,
-            {"table": normal(3000, 8, scale=1), "w": normal(8, 8, scale=1)},
-            x,
-            2,
-            "rounds",
-        ),
-        "penalized": (penalized, orthogonal, normal(8, 16, scale=1), 3, "cancels"),
-    }
-    spoiled = {
-        name: Spoiled(ols.autocast(function), (params, x), function, line, causes)
-        for name, (function, params, x, line, causes) in by_autocast.items()
-    }
-    by_hand = {
-        "saturating": (saturating, normal(8, 1, scale=1), x, 1, "cancels"),
-        "clipped": (clipped, jnp.ones(()), jnp.linspace(0.1, 6, 64), 1, "cancels"),
-        "cast": (cast, jnp.ones(()), jnp.linspace(0.1, 12, 64), 1, "cancels"),
-        "days": (days, jnp.ones(64), 19000 + jnp.arange(64.0), 1, "rounds"),
-        "small inside": (
-            small_inside,
-            {"a": normal(8, 8), "b": normal(8, 8, seed=1)},
-            normal(16, 8, scale=1),
-            4,
-            "vanishes",
-        ),
-        "swallowed": (swallowed, normal(8, 8), normal(4, 8, scale=1), 2, "overflows"),
-        "picked": (picked, jnp.ones(64), jnp.ones(64).at[60:].set(1e-4), 1, "vanishes"),
-        "accumulated": (
-            accumulated,
-            normal(8, 4),
-            normal(4000, 8, scale=1),
-            2,
-            "cancels",
-        ),
-        "multiplied": (
-            multiplied,
-            normal(8, 4),
-            normal(4000, 8, scale=1),
-            2,
-            "vanishes",
-        ),
-        "eighth": (eighth, jnp.full(8, 10.0), jnp.linspace(1, 300, 8), 2, "overflows"),
-        "root": (root_mean_square, {"w": normal(8, 8, scale=1e-3)}, x, 2, "vanishes"),
-    }
-    for name, (function, params, x, line, causes) in by_hand.items():
-        spoiled[name] = Spoiled(function, (params, x), function, line, causes)
-    batch = np.random.default_rng(1).normal(size=(400, 16, 8))
-    inputs = (jnp.ones(8) / 3, F32(batch), F32(rewards))
-    spoiled["discounted"] = Spoiled(discounted, inputs, discounted, 4, "rounds")
-    spoiled["counted"] = Spoiled(counted, (jnp.ones(2),), counted, 2, "rounds")
-    for name, model, line in (
-        ("embedding of 32k", functools.partial(embedding, 32_768), 5),
-        ("shared over a scan", functools.partial(scan, 5000), 3),
-        ("saturated gate", gate, 5),
-        ("positions in float16", functools.partial(rotary, F16), 7),
-    ):
-        function = getattr(model, "func", model)
-        loss_fn, *inputs = model()
-        spoiled[name] = Spoiled(loss_fn, tuple(inputs), function, line, "")
-    return spoiled
+    return ols.autocast(loss_fn), orthogonal, normal(8, 16, scale=1)
 
 
-SPOILED = _spoiled()
+@spoiled
+def log_of_a_saturated_sigmoid():
+    def loss_fn(w, x):
+        y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))  # fault
+        return -jnp.mean(jnp.log(1 - y + F16(1e-8)).astype(F32))
+
+    return loss_fn, normal(8, 1, scale=1), X
+
+
+@spoiled
+def days_in_16_bits():
+    def loss_fn(w, days):
+        phases = days.astype(F16) * F16(0.9)  # fault
+        return jnp.mean(jnp.cos(phases).astype(F32) * w)
+
+    return loss_fn, jnp.ones(64), 19000 + jnp.arange(64.0)
+
+
+@spoiled
+def gradients_that_vanish_inside():
+    def loss_fn(params, x):
+        p = half(params)
+        x = jnp.tanh(x.astype(F16) @ p["a"]) * F16(1e-4)
+        x = x * F16(1e-4)  # fault
+        return square((x.astype(F32) * 1e8).astype(F16) @ p["b"])
+
+    params = {"a": normal(8, 8), "b": normal(8, 8, seed=1)}
+    return loss_fn, params, normal(16, 8, scale=1)
+
+
+@spoiled
+def overflow_that_the_loss_swallows():
+    def loss_fn(w, x):
+        x = (x.astype(F16) * 1000) @ w.astype(F16)
+        return 1 / (jnp.mean((x * x).astype(F32)) / 1e6)  # fault
+
+    return loss_fn, normal(8, 8), normal(4, 8, scale=1)
+
+
+@spoiled
+def overflow_of_8_bits():
+    def loss_fn(w, x):
+        y = x.astype(F16) * w.astype(F16)
+        y = y.astype(jnp.float8_e4m3fn)  # fault
+        return square(y.astype(F32) / 300)
+
+    return loss_fn, jnp.full(8, 10.0), jnp.linspace(1, 300, 8)
+
+
+@spoiled
+def return_that_is_rounded_in_each_iteration():
+    def loss_fn(w, x, rewards):
+        def step(c, reward):
+            c = (reward + F32(0.999) * c.astype(F32)).astype(BF16)  # fault
+            return c, c
+
+        _, returns = lax.scan(step, jnp.zeros(16, BF16), rewards)
+        return square(x.astype(BF16) @ w.astype(BF16) - returns)
+
+    rewards = 0.1 + normal(400, 16, scale=0.01)
+    return loss_fn, jnp.ones(8) / 3, normal(400, 16, 8, scale=1), rewards
+
+
+SPOILED |= {
+    "embedding of 32k tokens": functools.partial(embedding, 32_768),
+    "saturated gate": gate,
+    "parameter shared over a scan": functools.partial(scan, 5000),
+    "positions in float16": functools.partial(rotary, F16),
+}
+
+
+def line_at_fault(make):
+    """The number of the line that ends in `# fault`."""
+    lines, first = inspect.getsourcelines(getattr(make, "func", make))
+    (n,) = (n for n, line in enumerate(lines) if line.endswith("# fault\n"))
+    return first + n

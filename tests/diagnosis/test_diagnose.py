@@ -44,14 +44,6 @@ def test_a_loss_in_float32_is_run_as_autocast_makes_it():
     assert report.gradients == by_hand.gradients
 
 
-def test_a_loss_without_products_is_run_as_it_is():
-    report = ols.diagnose(
-        lambda w, x: square(w.astype(F16) * x), jnp.ones(3), X[0, 0, :3]
-    )
-    assert not report.is_autocast
-    assert F16 in [row.dtype for row in report.table]
-
-
 def test_traces_a_loss_in_16_bits_once():
     counted = chex.assert_max_traces(attention, n=1)
     ols.diagnose(counted, W, X)
@@ -68,11 +60,6 @@ def test_takes_aux_keyword_arguments_and_parameters_of_any_kind():
     key = jax.random.key(0)
     report = ols.diagnose(with_aux, params, X, key, jnp.tanh, has_aux=True, size=1.0)
     assert report.gradients.keys() == {"w/q", "w/k", "w/v"}
-
-
-def test_numbers_of_python_are_parameters():
-    loss_fn = lambda p, x: square(jnp.asarray(p["a"]).astype(F16) * x)
-    assert ols.diagnose(loss_fn, {"a": 1.5}, X).gradients["a"].size > 0
 
 
 def test_takes_modules_of_frameworks():
@@ -115,11 +102,10 @@ def test_the_loss_scale_in_a_state_is_shown():
     assert "the optimizer's state has 2**10" in " ".join(str(report).split())
 
 
-@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
-def test_works_where_transfers_are_disallowed(guard):
+def test_works_where_transfers_are_disallowed():
     params, x = jax.device_put((normal(8, 8), normal(4, 8)))
     loss_fn = ols.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
-    with jax.transfer_guard(guard):
+    with jax.transfer_guard("disallow_explicit"):
         assert ols.diagnose(loss_fn, params, x).suspects == ()
 
 
@@ -127,13 +113,6 @@ def test_works_where_nans_are_an_error():
     loss_fn = lambda w: jnp.sum(jnp.log(w.astype(F16)).astype(F32))
     with jax.debug_nans(True), jax.debug_infs(True):
         assert ols.diagnose(loss_fn, jnp.zeros(3)).suspects[0].operation == "log"
-
-
-def test_works_with_float64():
-    with jax.enable_x64(True):
-        w, x = jnp.ones((8, 8), jnp.float64), jnp.ones((4, 8), jnp.float64)
-        loss_fn = lambda w, x: jnp.mean((x.astype(F16) @ w.astype(F16)) ** 2.0)
-        assert ols.diagnose(loss_fn, w, x).suspects == ()
 
 
 def test_a_loss_that_is_no_scalar_is_refused():
@@ -183,7 +162,6 @@ LAYERS_ALIKE = {
     "the order of operands": (lambda x, y: x - y, lambda x, y: y - x),
     "an axis": (lambda x, y: x + y.sum(0), lambda x, y: x + y.sum(1)),
     "a shape": (lambda x, y: x[:4].sum() + y, lambda x, y: x[:3].sum() + y),
-    "a dtype": (lambda x, y: x + jnp.arange(3)[1] + y, lambda x, y: x + 2 * y),
 }
 
 
@@ -202,19 +180,6 @@ def test_layers_that_differ_in_little_are_not_taken_for_one(functions):
     report = ols.diagnose(loss_fn, w, x)
     assert report.loss == pytest.approx(float(loss_fn(w, x)), rel=1e-3)
     assert report.loss_in_float32 == pytest.approx(report.loss, rel=1e-2)
-
-
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_a_barrier_does_not_mix_forward_and_backward_pass(is_checkpointed):
-    layer = lambda w, x: w * jnp.exp(x)
-    layer = jax.checkpoint(layer) if is_checkpointed else layer
-
-    def loss_fn(params, x):
-        y = layer(params["w"].astype(F16), x + F16(3))
-        return jnp.mean(y.astype(F32)) * 1e-6
-
-    report = ols.diagnose(loss_fn, {"w": jnp.ones(256)}, jnp.full(256, 7, F16))
-    assert report.initial_scale == 2.0**27
 
 
 def test_no_iterations_are_none():
@@ -246,23 +211,10 @@ def of_a_callback(w, x):
     return square(x.astype(F16) @ w.astype(F16) * read)
 
 
-def of_a_decomposition(w, x):
-    singular = jnp.linalg.svd(x.T @ x + jnp.eye(8), compute_uv=False)
-    return square(x.astype(F16) @ w.astype(F16)) + jnp.sum(lax.stop_gradient(singular))
-
-
-def of_examples_that_end_alone(w, x):
-    grown = jax.vmap(lambda x: lax.while_loop(lambda x: x < 300, lambda x: 2 * x, x))
-    y = x.astype(F16) @ w.astype(F16)
-    return square(y) * jnp.sum(grown(jnp.abs(lax.stop_gradient(y[0])) + 1)).astype(F32)
-
-
 NOT_COMPARED = {
     "shard_map": over_devices,
     "pallas_call": in_a_kernel,
     "io_callback": of_a_callback,
-    "svd": of_a_decomposition,
-    "while": of_examples_that_end_alone,
 }
 
 
@@ -277,24 +229,7 @@ def test_what_is_not_compared_is_said(operation):
     assert report.gradients["."].size > 0
 
 
-def test_a_long_while_is_compared_at_its_beginning():
-    def loss_fn(w, x):
-        step = lambda state: (state[0] + 1, state[1] + F32(1))
-        _, n = lax.while_loop(lambda state: state[0] < 1100, step, (0, F32(0)))
-        return square(x.astype(F16) @ w.astype(F16)) * n
-
-    report = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8))
-    assert report.loss == pytest.approx(report.loss_in_float32, rel=1e-2)
-
-
 # --- the report ---
-
-
-def test_parameters_whose_paths_read_alike_are_told_apart():
-    params = {"a/b": normal(8, 8), "a": {"b": normal(8, 8, seed=1)}}
-    loss_fn = lambda params, x: square(x @ params["a/b"] @ params["a"]["b"])
-    report = ols.diagnose(loss_fn, params, normal(16, 8))
-    assert [*report.gradients] == ["a/b (argument 0)", "a/b (argument 1)"]
 
 
 def test_what_is_not_finite_among_the_arguments_is_said():
@@ -370,7 +305,7 @@ def test_the_table_has_a_row_for_each_equation_with_its_line_and_layer():
     assert str(rows[0]).startswith("dot_general at ")
 
 
-@pytest.mark.parametrize("name", ["block", "body", "cond", "while", "my layer", "a:b"])
+@pytest.mark.parametrize("name", ["block", "while", "my layer", "a:b"])
 def test_a_scope_of_the_users_may_have_any_name(name):
     def loss_fn(w, x):
         with jax.named_scope(name):

@@ -23,7 +23,6 @@ def mistakes() -> None:
     ols.with_loss_scale(inner, mask={"w": 1})  # pyright: ignore[reportArgumentType]
     ols.with_loss_scale(optax.adamw)  # pyright: ignore[reportArgumentType]
     ols.autocast(jnp.sum, argnums=0)  # pyright: ignore[reportCallIssue]
-    ols.with_loss_scale(inner, "dynamc")  # pyright: ignore[reportArgumentType]
     ols.DynamicLossscale()  # pyright: ignore[reportAttributeAccessIssue]
     ols.value_and_scaled_grad(jnp.sum)  # pyright: ignore[reportCallIssue]
 
