@@ -588,6 +588,13 @@ def test_shard_map_inside_and_around(check_vma):
         assert_close(run(ols.autocast(local)), run(local), 0.005)
 
 
+def test_a_gradient_through_a_checkpoint_inside_of_shard_map():
+    local = jax.checkpoint(lambda p, x: lax.pmean(jnp.mean(block(p, x) ** 2), "data"))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    grad = jax.grad(jax.shard_map(local, mesh=mesh(), **specs))
+    assert_close(jax.jit(ols.autocast(grad))(PARAMS, X), jax.jit(grad)(PARAMS, X), 0.01)
+
+
 def test_shard_map_of_a_sharded_weight():
     def local(p, x):
         h = jax.nn.relu(x @ p["w"])  # by columns

@@ -1,5 +1,7 @@
 """What `autocast` runs is at the user's line, as it is without `autocast`."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -44,3 +46,14 @@ def test_what_jax_jits_itself_is_at_the_line_that_calls_it(name):
     assert lines
     # The derivative of a linear solve is made of what it holds, which has no line.
     assert "an unknown line" not in lines or name == "solve"
+
+
+def test_what_lies_between_products_is_in_its_scope_once():
+    def fun(w, x):
+        with jax.named_scope("mine"):
+            return jnp.sum(jnp.exp(x @ w) @ w)
+
+    compiled = jax.jit(ols.autocast(fun)).lower(W, X).compile()
+    names = set(re.findall(r'op_name="([^"]*mine[^"]*)"', compiled.as_text()))
+    assert "jit(fun)/ols.autocast/mine/exp" in names
+    assert all(name.count("mine") == 1 for name in names)

@@ -117,3 +117,21 @@ def test_short_functions_are_put_in_place_of_their_calls():
     jaxpr = str(jax.make_jaxpr(ols.autocast(fun))(W, X))
     assert jaxpr.count("= remat2[") + jaxpr.count("= checkpoint[") == 1
     assert products(ols.autocast(fun), W, X) == {"float16": 2}
+
+
+def stacked(w, x, scope):
+    for n in range(8):
+        with jax.named_scope(scope(n)):
+            x = x + jnp.tanh(jax.nn.standardize(x) @ w)
+    return jnp.sum(x)
+
+
+def test_layers_alike_are_differentiated_once_whatever_they_are_called():
+    """As a framework's, each in a scope of its own."""
+
+    def calls(scope):
+        fun = functools.partial(stacked, scope=scope)
+        return calls_to_trace(jax.grad(ols.autocast(fun)))
+
+    calls(lambda n: "warm up")
+    assert calls(lambda n: f"layer{n}") < 1.05 * calls(lambda n: "layer")

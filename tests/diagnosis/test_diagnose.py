@@ -1,8 +1,6 @@
 """What `diagnose` takes, and what its report holds: the page, the table, the plot."""
 
-import pathlib
 import pickle
-import runpy
 
 import chex
 import jax
@@ -236,7 +234,7 @@ def test_what_is_not_finite_among_the_arguments_is_said():
     loss_fn = lambda w, x: jnp.sum((w.astype(F16) * x).astype(F32))
     report = ols.diagnose(loss_fn, jnp.ones(3), jnp.full(3, jnp.nan, F16))
     assert report.not_finite == ("args/0",)
-    assert "Not finite: args/0" in str(report)
+    assert "Not finite as given: args/0" in str(report)
 
 
 @product(
@@ -326,14 +324,3 @@ def test_the_plot_shades_what_float16_does_not_hold():
     assert high > 65520
     assert len(axes.patches) == 2
     assert report.plot(axes) is axes
-
-
-@pytest.mark.slow
-def test_the_page_of_the_demo_is_the_documentations(capsys):
-    root = pathlib.Path(__file__).parents[2]
-    runpy.run_path(str(root / "docs/diagnose_demo.py"), run_name="__main__")
-    page = capsys.readouterr().out
-    document = (root / "docs/diagnosis.md").read_text()
-    # Each JAX computes the other numbers anew.
-    for line in (page.splitlines()[0], page.splitlines()[4].partition(";")[0]):
-        assert line in document
