@@ -106,7 +106,7 @@ WRAPPER = {
 GRADIENT = {
     "ols.value_and_scaled_grad(STATE, loss_fn)": "ValueError: loss scale",
     "ols.value_and_scaled_grad(loss_fn, PARAMS)": "ValueError: exactly one loss scale",
-    "ols.value_and_scaled_grad(loss_fn, TX)": "ValueError: its init returns",
+    "ols.value_and_scaled_grad(loss_fn, TX)": "ValueError: its init returned",
     "ols.value_and_scaled_grad(loss_fn, (STATE, STATE))": "ValueError: found 2 in a tuple",
     "ols.value_and_scaled_grad(loss_fn, STACK)": "ValueError: the state is a stack of shape",
     "ols.value_and_scaled_grad(3, STATE)": "TypeError: fun must be a function",
@@ -169,11 +169,11 @@ SEEN = {
     "ols.diagnose(loss_fn, PARAMS, has_aux=True)": "TypeError: a pair",
     "ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3))": "TypeError: real",
     "jax.jit(lambda p: ols.diagnose(loss_fn, p).loss)(PARAMS)": "TypeError: call it outside",
-    "plot.loss_scale([])": "ValueError: what metrics returned after each step",
-    "plot.loss_scale([1.0, 2.0])": "ValueError: what metrics returned after each step",
-    "plot.loss_scale(STATE)": "ValueError: what metrics returned after each step",
-    "plot.loss_scale(ols.metrics(STATE))": "ValueError: what metrics returned after each step",
-    "plot.loss_scale([ols.metrics(STATE)], np.array([1]))": "TypeError: one matplotlib Axes",
+    "ols.plot.loss_scale([])": "ValueError: what metrics returned after each step",
+    "ols.plot.loss_scale([1.0, 2.0])": "ValueError: what metrics returned after each step",
+    "ols.plot.loss_scale(STATE)": "ValueError: what metrics returned after each step",
+    "ols.plot.loss_scale(ols.metrics(STATE))": "ValueError: what metrics returned after each step",
+    "ols.plot.loss_scale([ols.metrics(STATE)], np.array([1]))": "TypeError: one matplotlib Axes",
 }
 CALLS = WRAPPER | GRADIENT | LOSS_SCALES | SEEN
 

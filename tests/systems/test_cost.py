@@ -25,10 +25,18 @@ each_scale = pytest.mark.parametrize("loss_scale", SCALES.values(), ids=SCALES)
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 
 
-def compiled_step(step, state, dtype):
-    """The compiled `step(grads, state, params)`, with parameters and state donated."""
+def compiled_step(take, state, dtype):
+    """The compiled step, with parameters and state donated in the order of the results.
+
+    JAX pairs donated arrays with results of their shape in order: in another order, a
+    parameter would be written over a moment, and both would be copied.
+    """
+
+    def step(params, state, grads):
+        return take(grads, state, params)
+
     grads = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(grads, state, PARAMS)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, state, grads)
     return lowered.compile(AS_USERS_DO)
 
 

@@ -114,8 +114,8 @@ def test_an_nnx_module_given_to_value_and_scaled_grad_is_sent_to_scale_gradient(
     differentiate = ols.value_and_scaled_grad
     with pytest.raises(TypeError, match=r"Model is an nnx.Module.*scale_gradient"):
         differentiate(lambda model: jnp.mean(model(X)), LS)(Model())
+    loss_fn = lambda x, tree: tree["model"](x).mean()
     with pytest.raises(TypeError, match="scale_gradient"):
-        loss_fn = lambda x, tree: tree["model"](x).mean()
         differentiate(loss_fn, LS, argnums=(0, -1))(X, {"model": Model()})
     # Its state is a tree of arrays, and only what is differentiated matters.
     model = Model()
