@@ -101,5 +101,7 @@ def test_every_public_name_is_there_and_documented():
     for name in public_names():
         value = eval(name)
         assert inspect.ismodule(value) or isinstance(value, str) or value.__doc__
-    with pytest.raises(AttributeError, match="'optax_lossscale' has no attribute 'plt'"):
+    with pytest.raises(
+        AttributeError, match="'optax_lossscale' has no attribute 'plt'"
+    ):
         ols.plt  # noqa: B018

@@ -41,8 +41,9 @@ def test_debug_nans_stops_at_an_overflow_unless_it_is_off_around_the_step():
     with jax.debug_nans(True):
         _, state = jax.jit(train_step)(PARAMS, STATE, X)
         assert state.should_apply
+        gradient = ols.value_and_scaled_grad(loss_fn, STATE)
         with pytest.raises(FloatingPointError):
-            jax.jit(train_step)(PARAMS, STATE, OVERFLOW)
+            jax.block_until_ready(gradient(PARAMS, OVERFLOW))
         with jax.debug_nans(False):
             _, state = jax.jit(train_step)(PARAMS, STATE, OVERFLOW)
     assert not state.should_apply
