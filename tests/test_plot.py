@@ -54,15 +54,3 @@ def test_draws_into_given_axes():
     line, marks = first.lines
     assert line.get_color() == marks.get_color()
     assert not second.lines
-
-
-@pytest.mark.parametrize(
-    "history",
-    [
-        [{"loss_scale": 8.0}],
-        {"loss_scale": np.ones(3), "should_apply": np.ones(2, bool)},
-    ],
-)
-def test_what_is_no_history_is_refused(history):
-    with pytest.raises(ValueError, match="history must be a sequence of what metrics"):
-        plot.loss_scale(history)

@@ -18,16 +18,3 @@ def test_has_no_state_and_is_compiled_in():
     assert repr(ls) == "FixedLossScale(128.0)"
     with pytest.raises(TypeError, match=r"no state loss_scale; .* fields are none\."):
         ls.replace(loss_scale=4)
-
-
-@pytest.mark.parametrize(
-    "bad", [0, -1, jnp.nan, True, "8", None, 2.0**61, 2.0**-61, 1j]
-)
-def test_what_is_no_positive_finite_number_is_refused(bad):
-    with pytest.raises(ValueError, match=r"scale must be a number between .* got "):
-        ols.FixedLossScale(bad)
-
-
-def test_cannot_be_subclassed():
-    with pytest.raises(TypeError, match="Mine cannot subclass FixedLossScale"):
-        type("Mine", (ols.FixedLossScale,), {})

@@ -119,31 +119,6 @@ def test_config_is_the_configuration_and_not_the_state():
     assert type(ls.get_config()["config"]["initial_scale"]) is float
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        "DynamicLossScale",
-        {"class_name": "DynamicLossScale"},
-        {"class_name": "LossScale", "config": {}},
-        {"class_name": "Nonesuch", "config": {}},
-        {"class_name": "DynamicLossScale", "config": None},
-        {"class_name": "DynamicLossScale", "config": {"growth": 2}},
-        {"class_name": "DynamicLossScale", "config": {"growth_interval": 0}},
-        {"class_name": "DynamicLossScale", "config": {}, "more": 1},
-    ],
-)
-def test_a_config_that_no_get_config_made_is_refused(config):
-    with pytest.raises(ValueError, match=r"config|growth_interval"):
-        ols.LossScale.from_config(config)
-
-
-def test_a_class_makes_only_its_own_kind_from_a_config():
-    said = r"'FixedLossScale'.* The known classes are Dyn"
-    with pytest.raises(ValueError, match=said):
-        ols.DynamicLossScale.from_config(ols.FixedLossScale(1).get_config())
-
-
 def test_a_class_under_the_name_of_one_of_ours_goes_by_its_module_too():
     class DynamicLossScale(ols.LossScale):
         def adjust(self, grads_finite):
@@ -260,16 +235,6 @@ def test_a_population_under_vmap_adapts_each_by_its_own_gradients():
     np.testing.assert_array_equal(ls.loss_scale, [1024, 512, 1024])
 
 
-@pytest.mark.parametrize("ls", ALL[:3], ids=lambda ls: type(ls).__name__)
-def test_a_step_needs_no_implicit_promotion(ls):
-    grads = {dtype: jnp.ones(2, dtype) for dtype in ("float32", "float16", "complex64")}
-    with jax.numpy_dtype_promotion("strict"):
-        unscaled = ls.unscale(ls.scale(grads))
-        new, _ = ls.update(unscaled)
-        new.adjust(True)
-    assert all(jnp.all(x == 1) for x in jax.tree.leaves(unscaled))
-
-
 @pytest.mark.parametrize(("factor", "bound"), [(1e30, 2.0**60), (1e-30, 2.0**-60)])
 @pytest.mark.parametrize("skip", ["nonfinite", None])
 def test_a_scale_beyond_the_bounds_is_brought_back(factor, bound, skip):
@@ -277,11 +242,16 @@ def test_a_scale_beyond_the_bounds_is_brought_back(factor, bound, skip):
         def adjust(self, grads_finite):
             return self.replace(loss_scale=self.loss_scale * factor)
 
+    class WildUpdate(Wild):
+        def update(self, grads, axis_name=None):
+            return self.adjust(True), True
+
     assert Wild().update(jnp.ones(2))[0]() == bound
-    tx = ols.with_loss_scale(optax.adam(0.1), Wild(), skip=skip)
-    params, state = jnp.ones(2), tx.init(jnp.ones(2))
-    for _ in range(3):
-        _, params, state = tx.minimize(lambda p: jnp.sum(p**2), state, params)
-        assert state.should_apply
-        assert state.loss_scale() == bound
-    assert jnp.isfinite(params).all()
+    for loss_scale in (Wild(), WildUpdate()):
+        tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, skip=skip)
+        params, state = jnp.ones(2), tx.init(jnp.ones(2))
+        for _ in range(3):
+            _, params, state = tx.minimize(lambda p: jnp.sum(p**2), state, params)
+            assert state.should_apply
+            assert state.loss_scale() == bound
+        assert jnp.isfinite(params).all()

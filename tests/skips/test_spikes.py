@@ -177,12 +177,8 @@ TURN = np.arange(2000)
 HERE = TURN >= 200
 COMMON = {
     "1 old batch in 10": np.where(HERE & (TURN % 10 != 0), 30, 1),
-    "1 old batch in 4": np.where(HERE & (TURN % 4 != 0), 30, 1),
     "every second old": np.where(HERE & (TURN % 2 != 0), 30, 1),
-    "1 in 10 larger": np.where(HERE & (TURN % 10 == 0), 8, 1),
     "two lengths in turn": np.where(TURN % 2, 1, 5),
-    "two lengths from here on": np.where(HERE & (TURN % 2 == 0), 5, 1),
-    "five tasks of which four rise": np.where(HERE & (TURN % 5 != 0), 10, 1),
     "three levels": np.where(HERE, 5.0 ** (TURN % 3), 1),
     "rises and stays": 1.2 ** np.clip(TURN - 200, 0, 50),
 }
@@ -215,20 +211,16 @@ def test_rare_spikes_are_caught_for_as_long_as_they_come(of):
     assert rule.skipped_by_rule - (~np.array(applied) & spikes).sum() == 0
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.2, 0.5])
 def test_what_rises_slowly_falls_or_warms_up_is_no_spike(noise):
     steps = np.arange(600)
     for shape in (
         2.0 ** (steps / 64),  # twice as much with each window
         2.0 ** (-steps / 10),
         np.minimum(1, (1 + steps) / 100),  # a warm-up from almost nothing
-        1 + 3 * np.sin(steps / 60) ** 2,
-        0.05 + np.exp(-((steps - 60) ** 2) / 1000),
     ):
-        applied, _ = decided(
-            skips.spikes(), (noisy(600, noise) * shape).astype(np.float32)
-        )
-        assert applied.all()
+        norms = (noisy(600, noise) * shape).astype(np.float32)
+        assert decided(skips.spikes(), norms)[0].all()
 
 
 def test_the_scale_of_the_norms_is_of_no_account():
@@ -251,18 +243,14 @@ def test_gradients_that_are_all_zero_measure_nothing():
     assert rule.update(1e-3)[1]
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        # most examples have none, as of a hinge
-        np.where(np.arange(400) % 10 == 9, 1.0, 0.0),
-        # a harder task
-        np.where(np.arange(400) % 5 == 4, 3.0, 2.0) + 0.02 * (noisy(400) - 1),
-        noisy(400, 1.5),  # heavy-tailed
-        -np.log(np.random.default_rng(0).random(400)),
-    ],
-    ids=["zeros", "two tasks", "lognormal", "exponential"],
-)
+HEALTHY = {
+    "zeros": np.where(np.arange(400) % 10 == 9, 1.0, 0.0),  # as of a hinge
+    "two tasks": np.where(np.arange(400) % 5 == 4, 3.0, 2.0) + 0.02 * noisy(400),
+    "heavy tails": noisy(400, 1.5),
+}
+
+
+@pytest.mark.parametrize("losses", HEALTHY.values(), ids=HEALTHY)
 def test_losses_that_are_unlike_but_healthy_skip_next_to_nothing(losses):
     applied, _ = decided(skips.spikes(), noisy(400), losses.astype(np.float32))
     assert applied.sum() >= 0.99 * 400

@@ -4,7 +4,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import optax_lossscale as ols
 
@@ -57,38 +56,3 @@ def test_evaluates_abstractly():
     shapes = jax.eval_shape(ols.value_and_scaled_grad(loss_fn, LS), PARAMS)
     assert shapes[0].shape == ()
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes[1], PARAMS)
-
-
-@pytest.mark.parametrize("argnums", [(0, 0), (0, -2), (-1, 1)])
-def test_an_argument_is_not_named_twice_from_the_end_either(argnums):
-    with pytest.raises(ValueError, match="argnums must name each argument once"):
-        ols.value_and_scaled_grad(jnp.dot, LS, argnums)(jnp.ones(2), jnp.ones(2))
-
-
-def test_what_cannot_be_differentiated_is_refused_by_its_place():
-    gradient = ols.value_and_scaled_grad(lambda params: 0.0, LS)
-    with pytest.raises(TypeError, match="got int32"):
-        gradient({"w": jnp.ones(3), "step": jnp.arange(3)})
-    with pytest.raises(TypeError, match="the leaf at layers/1/name is 'last'"):
-        gradient({"layers": [PARAMS, {"name": "last"}]})
-
-
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (lambda p: p["w"], r"got shape \(2,\); reduce it"),
-        (lambda p: p["b"].astype(jnp.int32), "grad requires real.*int32"),
-        (lambda p: p["b"].astype(jnp.complex64), "a real number, got .*complex64"),
-        (lambda p: (p["b"], {"aux": 1}), "of a pair .* has_aux=True"),
-        (lambda p: None, r"a real number, got None(\n|$)"),
-    ],
-)
-def test_a_loss_that_is_no_real_scalar_is_refused(loss, said):
-    with pytest.raises(TypeError, match=said):
-        jax.jit(ols.value_and_scaled_grad(loss, LS))(PARAMS)
-
-
-@pytest.mark.parametrize("returned", [lambda p: p["b"], lambda p: (p["b"],)])
-def test_has_aux_needs_a_pair(returned):
-    with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\), got a "):
-        ols.value_and_scaled_grad(returned, LS, has_aux=True)(PARAMS)

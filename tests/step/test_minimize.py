@@ -59,22 +59,6 @@ def test_integers_among_the_parameters_stay():
     assert (after["w"] != params["w"]).all()
 
 
-CHAINED = optax.chain(TX, optax.scale(0.5)).init(PARAMS)
-WRONG = {
-    "swapped": (loss_fn, PARAMS, STATE, r"got function, dict and LossScaleState\."),
-    "a loss": (loss_fn(PARAMS), STATE, PARAMS, "the function itself, not a loss"),
-    "no state": (loss_fn, PARAMS, 1.0, r"got function, dict and float\..*that tx\.in"),
-    "a chain's": (loss_fn, CHAINED, PARAMS, "not the optimizer or train state around"),
-}
-
-
-@pytest.mark.parametrize(("fun", "state", "params", "said"), WRONG.values(), ids=WRONG)
-def test_other_arguments_are_named_beside_the_right_ones(fun, state, params, said):
-    with pytest.raises(TypeError, match=said) as raised:
-        TX.minimize(fun, state, params, 1.0)
-    assert "minimize(loss_fn, state, params, …)" in str(raised.value)
-
-
 X, Y = jnp.linspace(-1, 1, 32).reshape(8, 4), jnp.ones((8, 2))
 
 

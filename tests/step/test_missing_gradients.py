@@ -166,9 +166,3 @@ def test_with_lookahead_it_stays_in_both_trees():
     of_w = lambda both: (both.fast["w"], both.slow["w"])
     chex.assert_trees_all_equal(of_w(after), of_w(params))
     assert (after.fast["n"]["b"] != params.fast["n"]["b"]).all()
-
-
-def test_a_gradient_for_a_branch_of_parameters_is_refused():
-    tx = ols.with_loss_scale(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="must have the structure of the parameters"):
-        tx.update({"w": GRADS["w"], "n": jnp.ones(1)}, tx.init(PARAMS), PARAMS)

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from steps import each_branch
 
 import optax_lossscale as ols
 
@@ -19,8 +18,9 @@ SCALES = {
 each_scale = pytest.mark.parametrize("loss_scale", SCALES.values(), ids=SCALES)
 
 
-def is_skipped(loss_scale, branch=None):
-    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, branch=branch)
+@each_scale
+def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(loss_scale):
+    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale)
     before = tx.init(PARAMS)
     step = jax.jit(tx.apply_gradients)
     for grads in (PARAMS, NAN):
@@ -30,17 +30,6 @@ def is_skipped(loss_scale, branch=None):
             chex.assert_trees_all_equal(state.inner_state, before.inner_state)
             chex.assert_trees_all_equal(state.loss_scale, before.loss_scale)
             assert state.skipped_steps == state.consecutive_skipped_steps == 1
-    return True
-
-
-@each_scale
-def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(loss_scale):
-    assert is_skipped(loss_scale)
-
-
-@each_branch
-def test_so_it_does_in_every_branch(branch):
-    assert is_skipped("dynamic", branch)
 
 
 @each_scale

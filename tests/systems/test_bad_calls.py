@@ -15,10 +15,12 @@ PARAMS = {"w": jnp.ones(3)}
 SGD = optax.sgd(0.1)
 TX = ols.with_loss_scale(SGD)
 STATE = TX.init(PARAMS)
+CHAINED = optax.chain(TX).init(PARAMS)
 STACK = jax.vmap(TX.init)({"w": jnp.ones((4, 3))})
 RESTORED = STATE._replace(loss_scale={"loss_scale": 1.0})
 MODEL = PARAMS | {"f": jnp.tanh}
 LS = ols.DynamicLossScale()
+CONFIG = LS.get_config()
 LONG = "x" * 10_000_000
 
 
@@ -84,6 +86,7 @@ WRAPPER = {
     "step({'v': 1.0})": "ValueError: must have the structure of the parameters",
     "step((1.0, PARAMS))": "ValueError: must have the structure of the parameters",
     "step({'w': 'x'})": "TypeError: the gradients must be a tree",
+    "step({'w': {'v': jnp.ones(3)}})": "ValueError: must have the structure of the paramet",
     "step({'w': jnp.arange(3)})": "ValueError: must have a floating-point dtype",
     "step({'w': jnp.ones(4)})": "ValueError: (3,) at w",
     "step({'w': jnp.ones((3, 1))})": "ValueError: got (3, 1)",
@@ -98,6 +101,9 @@ WRAPPER = {
     "step(value=jnp.ones(3))": "TypeError: jnp.mean",
     "sam_around_the_wrapper()": "TypeError: Put it inside the wrapper",
     "TX.minimize(3, STATE, PARAMS)": "TypeError: got int, LossScaleState and",
+    "TX.minimize(loss_fn(PARAMS), STATE, PARAMS)": "TypeError: the function itself, not a l",
+    "TX.minimize(loss_fn, PARAMS, STATE)": "TypeError: got function, dict and LossScaleState",
+    "TX.minimize(loss_fn, CHAINED, PARAMS)": "TypeError: not the optimizer or train state a",
     "TX.minimize(lambda p: (1.0, 1), STATE, PARAMS)": "TypeError: has_aux=True",
     "TX.minimize(lambda p: p['w'], STATE, PARAMS)": "TypeError: reduce it",
     "TX.minimize(loss_fn=loss_fn, state=STATE, params=PARAMS)": "TypeError: 'loss_fn', 'sta",
@@ -119,6 +125,15 @@ GRADIENT = {
     "gradient(lambda p: {'loss': loss_fn(p)})": "TypeError: in a dict",
     "gradient(lambda p: 1)": "TypeError: grad requires real",
     "gradient(lambda p: p['w'][0] > 0)": "TypeError: a real number",
+    "gradient(lambda p: None)": "TypeError: a real number, got None",
+    "gradient(lambda p: 1j * loss_fn(p))": "TypeError: a real number",
+    "gradient(lambda p: (1.0,), has_aux=True)": "TypeError: a pair (loss, aux), got a tuple",
+    "ols.value_and_scaled_grad(jnp.dot, LS, (0, -2))(1.0, 1.0)": "ValueError: each argument",
+    "ols.value_and_scaled_grad(loss_fn, LS)({'w': jnp.arange(3)})": "TypeError: got int32",
+    "ols.value_and_scaled_grad(loss_fn, LS)({'a': ['x']})": "TypeError: the leaf at a/0 is 'x'",
+    "ols.scale_gradient(3, LS)": "TypeError: the loss must be a floating-point number",
+    "ols.scale_gradient(True, LS)": "TypeError: a real number",
+    "ols.scale_gradient(jnp.ones(3), LS)": "TypeError: shape (3,)",
     "ols.scale_gradient((1.0, 1), LS)": "TypeError: pass the loss alone",
     "ols.get_loss_scale(PARAMS)": "ValueError: found 0",
 }
@@ -138,7 +153,18 @@ LOSS_SCALES = {
     "config(**{LONG: 1})": "ValueError: keys among initial_scale",
     "config(initial_scale=LONG)": "ValueError: must be a number between",
     "config(initial_scale=10**10_000)": "ValueError: digits",
+    "config(growth_interval=0)": "ValueError: growth_interval must be an int between 1",
     "ols.LossScale.from_config('x')": "ValueError: get_config()",
+    "ols.LossScale.from_config({'class_name': 'FixedLossScale'})": "ValueError: get_config()",
+    "ols.LossScale.from_config({'class_name': 'LossScale', 'config': {}})": "ValueError: known",
+    "ols.LossScale.from_config(CONFIG | {'more': 1})": "ValueError: get_config()",
+    "ols.HeadroomLossScale.from_config(CONFIG)": "ValueError: classes are HeadroomLossScale",
+    "ols.skips.SkipRule.from_config(CONFIG)": "ValueError: a skip rule's config must be a dict",
+    "ols.skips.SkipRule.from_config({'class_name': 'SpikeSkipRule', 'config': {'n': 1}})": (
+        "ValueError: keys among factor, least"
+    ),
+    "ols.FixedLossScale(2.0**61)": "ValueError: must be a number between",
+    "ols.FixedLossScale(jnp.nan)": "ValueError: must be a number between",
     "ols.FixedLossScale(None)": "ValueError: must be a number between",
     "jax.jit(ols.FixedLossScale)(3.0)": "ValueError: must be a number between",
     "jax.jit(ols.DynamicLossScale)(3.0)": "ValueError: must be a number between",
@@ -146,6 +172,10 @@ LOSS_SCALES = {
     "ols.DynamicLossScale(growth_interval=2.5)": "ValueError: must be an int between",
     "ols.HeadroomLossScale(memory=0)": "ValueError: memory must be an int between 1",
     "ols.skips.threshold(-1)": "ValueError: norm must be a number between",
+    "ols.skips.threshold(float('inf'))": "ValueError: norm must be a number between",
+    "ols.skips.spikes(factor=0)": "ValueError: factor must be a number between",
+    "ols.skips.spikes(least=-1)": "ValueError: least must be a number between",
+    "ols.skips.spikes(max_skips=1.5)": "ValueError: max_skips must be an int between 0",
     "ols.skips.spikes(window=1)": "ValueError: window must be an int between 16",
     "LS.replace(growth_interval=1)": "TypeError: construct a new one",
     "LS.replace(loss_scale='x')": "ValueError: could not convert string to float",
@@ -170,6 +200,7 @@ SEEN = {
     "ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3))": "TypeError: real",
     "jax.jit(lambda p: ols.diagnose(loss_fn, p).loss)(PARAMS)": "TypeError: call it outside",
     "ols.plot.loss_scale([])": "ValueError: what metrics returned after each step",
+    "ols.plot.loss_scale([{'loss_scale': 8.0}])": "ValueError: what metrics returned after e",
     "ols.plot.loss_scale([1.0, 2.0])": "ValueError: what metrics returned after each step",
     "ols.plot.loss_scale(STATE)": "ValueError: what metrics returned after each step",
     "ols.plot.loss_scale(ols.metrics(STATE))": "ValueError: what metrics returned after each step",

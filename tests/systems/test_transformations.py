@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import export
@@ -104,23 +103,3 @@ def test_strict_promotion_of_dtypes(loss_scale):
         for x in (X, OVERFLOW):
             params, state = train_step(params, state, x, tx)
         assert 2 ** ols.metrics(state)["log2_loss_scale"] == state.loss_scale()
-
-
-def test_a_rematerialized_loss_has_the_same_gradients():
-    remat = ols.value_and_scaled_grad(jax.checkpoint(loss_fn), LS)(PARAMS, X)
-    expected = ols.value_and_scaled_grad(loss_fn, LS)(PARAMS, X)
-    chex.assert_trees_all_close(remat, expected, rtol=1e-6)
-
-
-def test_scan_is_the_loop():
-    def body(carry, x):
-        carry = train_step(*carry, x)
-        return carry, carry[1].loss_scale()
-
-    xs = jnp.stack([X, OVERFLOW, X, X, X])
-    scanned, scales = jax.jit(lambda c: jax.lax.scan(body, c, xs))((PARAMS, STATE))
-    np.testing.assert_array_equal(scales, [1024, 512, 512, 512, 1024])
-    looped = (PARAMS, STATE)
-    for x in xs:
-        looped = jax.jit(train_step)(*looped, x)
-    chex.assert_trees_all_close(looped, scanned, rtol=1e-6)
