@@ -91,7 +91,7 @@ def test_traced_ones_have_a_hash_and_are_not_compared_unless_structures_differ()
     def traced(other):
         assert hash(other) == hash(one)
         assert other != ols.FixedLossScale(8)
-        with pytest.raises(TypeError, match="== reads numbers on the host: call it ou"):
+        with pytest.raises(TypeError, match="== reads numbers on the host"):
             _ = one == other
 
     traced(one)

@@ -75,7 +75,7 @@ def test_replace_keeps_dtypes_and_knows_its_fields():
     ls = Cautious().replace(quiet_steps=2.0, smoothed=1, loss_scale=jnp.bfloat16(8))
     assert (ls.quiet_steps.dtype, ls.smoothed.dtype) == (jnp.int32, jnp.float32)
     assert ls() == 8
-    with pytest.raises(TypeError, match="no state patience; its state fields are loss"):
+    with pytest.raises(TypeError, match="no state patience; its state fields"):
         ls.replace(patience=4)
 
 

@@ -62,9 +62,7 @@ def test_an_error_says_where_a_dtype_goes():
 def test_a_number_that_is_no_scale_is_refused(take, dtype):
     for number in (-4.0, 0.0, jnp.nan, jnp.inf):
         for bad in (number, jnp.asarray(number, dtype)):
-            with pytest.raises(
-                ValueError, match=r"scale must be a number between .*, g"
-            ):
+            with pytest.raises(ValueError, match="scale must be a number between"):
                 take(bad)
 
 
@@ -105,7 +103,7 @@ def test_none_or_several_is_an_error(state):
         lambda state: ols.value_and_scaled_grad(lambda x: x, state),
         lambda state: ols.scale_gradient(1.0, state),
     ):
-        with pytest.raises(ValueError, match="exactly one loss scale in the state, fo"):
+        with pytest.raises(ValueError, match="exactly one loss scale"):
             find(state)
 
 

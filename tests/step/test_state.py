@@ -10,7 +10,6 @@ import optax_lossscale as ols
 
 PARAMS = {"w": jnp.ones(3)}
 GRADS = {"w": jnp.ones(3)}
-OVERFLOW = {"w": jnp.full(3, jnp.inf)}
 TX = ols.with_loss_scale(optax.adam(1e-3))
 
 

@@ -33,7 +33,7 @@ def step(grads=PARAMS, state=STATE, params=PARAMS, value=None, **options):
     return tx.apply_gradients(grads, state, params, value=value)
 
 
-def gradient(fun, *args, **options):
+def gradient(fun, **options):
     return ols.value_and_scaled_grad(fun, LS, **options)(PARAMS)
 
 
@@ -54,8 +54,8 @@ def sam_around_the_wrapper():
 
 
 WRAPPER = {
-    "ols.with_loss_scale(1e-3)": "TypeError: inner must be an Optax gradient transformati",
-    "ols.with_loss_scale(None)": "TypeError: inner must be an Optax gradient transformati",
+    "ols.with_loss_scale(1e-3)": "TypeError: an Optax gradient transformation",
+    "ols.with_loss_scale(None)": "TypeError: an Optax gradient transformation",
     "ols.with_loss_scale(optax.adam)": "TypeError: init and update",
     "ols.with_loss_scale('dynamic', SGD)": "TypeError: inner must be",
     "ols.with_master_weights(optax.adam)": "TypeError: init and update",
@@ -83,15 +83,15 @@ WRAPPER = {
     "step(state=RESTORED)": "ValueError: Restore a checkpoint into",
     "step(state=STACK)": "ValueError: the state is a stack of shape (4,), as made by vmap",
     "step(params=None)": "ValueError: needs the parameters",
-    "step({'v': 1.0})": "ValueError: must have the structure of the parameters",
-    "step((1.0, PARAMS))": "ValueError: must have the structure of the parameters",
+    "step({'v': 1.0})": "ValueError: must have the structure of",
+    "step((1.0, PARAMS))": "ValueError: must have the structure of",
     "step({'w': 'x'})": "TypeError: the gradients must be a tree",
-    "step({'w': {'v': jnp.ones(3)}})": "ValueError: must have the structure of the paramet",
+    "step({'w': {'v': jnp.ones(3)}})": "ValueError: must have the structure of",
     "step({'w': jnp.arange(3)})": "ValueError: must have a floating-point dtype",
     "step({'w': jnp.ones(4)})": "ValueError: (3,) at w",
     "step({'w': jnp.ones((3, 1))})": "ValueError: got (3, 1)",
     "step({'w': jnp.ones((2, 3))})": "ValueError: average the gradients of a batch",
-    "step(MODEL | {'f': None}, params=MODEL)": "TypeError: pass eqx.filter(model, eqx.is_in",
+    "step(MODEL | {'f': None}, params=MODEL)": "TypeError: pass eqx.filter(model",
     "step(value={'loss': 1.0})": "TypeError: pass the loss alone",
     "step(value=(1.0, {'n': 2}))": "TypeError: of a pair (loss, aux)",
     "step(value='0.5')": "TypeError: a real number, got '0.5'",
@@ -101,12 +101,12 @@ WRAPPER = {
     "step(value=jnp.ones(3))": "TypeError: jnp.mean",
     "sam_around_the_wrapper()": "TypeError: Put it inside the wrapper",
     "TX.minimize(3, STATE, PARAMS)": "TypeError: got int, LossScaleState and",
-    "TX.minimize(loss_fn(PARAMS), STATE, PARAMS)": "TypeError: the function itself, not a l",
+    "TX.minimize(loss_fn(PARAMS), STATE, PARAMS)": "TypeError: the function itself",
     "TX.minimize(loss_fn, PARAMS, STATE)": "TypeError: got function, dict and LossScaleState",
-    "TX.minimize(loss_fn, CHAINED, PARAMS)": "TypeError: not the optimizer or train state a",
+    "TX.minimize(loss_fn, CHAINED, PARAMS)": "TypeError: not the optimizer or train state",
     "TX.minimize(lambda p: (1.0, 1), STATE, PARAMS)": "TypeError: has_aux=True",
     "TX.minimize(lambda p: p['w'], STATE, PARAMS)": "TypeError: reduce it",
-    "TX.minimize(loss_fn=loss_fn, state=STATE, params=PARAMS)": "TypeError: 'loss_fn', 'sta",
+    "TX.minimize(loss_fn=loss_fn, state=STATE, params=PARAMS)": "TypeError: 'loss_fn'",
     "optax.chain(optax.clip(1.0), TX).minimize": "AttributeError: no attribute 'minimize'",
 }
 GRADIENT = {
@@ -128,7 +128,7 @@ GRADIENT = {
     "gradient(lambda p: None)": "TypeError: a real number, got None",
     "gradient(lambda p: 1j * loss_fn(p))": "TypeError: a real number",
     "gradient(lambda p: (1.0,), has_aux=True)": "TypeError: a pair (loss, aux), got a tuple",
-    "ols.value_and_scaled_grad(jnp.dot, LS, (0, -2))(1.0, 1.0)": "ValueError: each argument",
+    "ols.value_and_scaled_grad(jnp.dot, LS, (0, -2))(1.0, 1.0)": "ValueError: each argument once",
     "ols.value_and_scaled_grad(loss_fn, LS)({'w': jnp.arange(3)})": "TypeError: got int32",
     "ols.value_and_scaled_grad(loss_fn, LS)({'a': ['x']})": "TypeError: the leaf at a/0 is 'x'",
     "ols.scale_gradient(3, LS)": "TypeError: the loss must be a floating-point number",
@@ -156,7 +156,7 @@ LOSS_SCALES = {
     "config(growth_interval=0)": "ValueError: growth_interval must be an int between 1",
     "ols.LossScale.from_config('x')": "ValueError: get_config()",
     "ols.LossScale.from_config({'class_name': 'FixedLossScale'})": "ValueError: get_config()",
-    "ols.LossScale.from_config({'class_name': 'LossScale', 'config': {}})": "ValueError: known",
+    "ols.LossScale.from_config({'class_name': 'LossScale', 'config': {}})": "ValueError: The known",
     "ols.LossScale.from_config(CONFIG | {'more': 1})": "ValueError: get_config()",
     "ols.HeadroomLossScale.from_config(CONFIG)": "ValueError: classes are HeadroomLossScale",
     "ols.skips.SkipRule.from_config(CONFIG)": "ValueError: a skip rule's config must be a dict",
@@ -168,7 +168,7 @@ LOSS_SCALES = {
     "ols.FixedLossScale(None)": "ValueError: must be a number between",
     "jax.jit(ols.FixedLossScale)(3.0)": "ValueError: must be a number between",
     "jax.jit(ols.DynamicLossScale)(3.0)": "ValueError: must be a number between",
-    "ols.DynamicLossScale(0.5)": "ValueError: initial_scale must be a number between 1.0 an",
+    "ols.DynamicLossScale(0.5)": "ValueError: initial_scale must be a number between 1.0",
     "ols.DynamicLossScale(growth_interval=2.5)": "ValueError: must be an int between",
     "ols.HeadroomLossScale(memory=0)": "ValueError: memory must be an int between 1",
     "ols.skips.threshold(-1)": "ValueError: norm must be a number between",
@@ -191,19 +191,19 @@ SEEN = {
     "ols.raise_if_stuck(STATE, 0)": "ValueError: max_consecutive_skips must be an int",
     "jax.jit(ols.raise_if_stuck)(STATE)": "TypeError: call it outside jit",
     "ols.where_applied(1.0, 2.0, STATE)": "ValueError: Pass the optimizer state",
-    "ols.testing.assert_scale_invariant(PARAMS, loss_fn)": "TypeError: the first argument is",
-    "ols.testing.assert_computes_in(loss_fn, PARAMS)": "TypeError: the second argument is the",
+    "ols.testing.assert_scale_invariant(PARAMS, loss_fn)": "TypeError: the first argument",
+    "ols.testing.assert_computes_in(loss_fn, PARAMS)": "TypeError: the second argument",
     "ols.diagnose(PARAMS, loss_fn)": "TypeError: loss_fn must be",
     "ols.diagnose(lambda p: p['w'], PARAMS)": "TypeError: reduce",
     "ols.diagnose(lambda p: (loss_fn(p), 1), PARAMS)": "TypeError: has_aux",
     "ols.diagnose(loss_fn, PARAMS, has_aux=True)": "TypeError: a pair",
     "ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3))": "TypeError: real",
     "jax.jit(lambda p: ols.diagnose(loss_fn, p).loss)(PARAMS)": "TypeError: call it outside",
-    "ols.plot.loss_scale([])": "ValueError: what metrics returned after each step",
-    "ols.plot.loss_scale([{'loss_scale': 8.0}])": "ValueError: what metrics returned after e",
-    "ols.plot.loss_scale([1.0, 2.0])": "ValueError: what metrics returned after each step",
-    "ols.plot.loss_scale(STATE)": "ValueError: what metrics returned after each step",
-    "ols.plot.loss_scale(ols.metrics(STATE))": "ValueError: what metrics returned after each step",
+    "ols.plot.loss_scale([])": "ValueError: what metrics returned",
+    "ols.plot.loss_scale([{'loss_scale': 8.0}])": "ValueError: what metrics returned",
+    "ols.plot.loss_scale([1.0, 2.0])": "ValueError: what metrics returned",
+    "ols.plot.loss_scale(STATE)": "ValueError: what metrics returned",
+    "ols.plot.loss_scale(ols.metrics(STATE))": "ValueError: what metrics returned",
     "ols.plot.loss_scale([ols.metrics(STATE)], np.array([1]))": "TypeError: one matplotlib Axes",
 }
 CALLS = WRAPPER | GRADIENT | LOSS_SCALES | SEEN
