@@ -156,7 +156,7 @@ LOSS_SCALES = {
     "config(growth_interval=0)": "ValueError: growth_interval must be an int between 1",
     "ols.LossScale.from_config('x')": "ValueError: get_config()",
     "ols.LossScale.from_config({'class_name': 'FixedLossScale'})": "ValueError: get_config()",
-    "ols.LossScale.from_config({'class_name': 'LossScale', 'config': {}})": "ValueError: The known",
+    "ols.LossScale.from_config({'class_name': 'LossScale', 'config': {}})": "ValueError: known",
     "ols.LossScale.from_config(CONFIG | {'more': 1})": "ValueError: get_config()",
     "ols.HeadroomLossScale.from_config(CONFIG)": "ValueError: classes are HeadroomLossScale",
     "ols.skips.SkipRule.from_config(CONFIG)": "ValueError: a skip rule's config must be a dict",
