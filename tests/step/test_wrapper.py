@@ -139,6 +139,18 @@ def test_slots_that_the_inner_optimizer_keeps_in_16_bits_are_its_own():
     assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_inner_state_keeps_its_strong_dtypes(compiled):
+    init = lambda params: jnp.zeros((), jnp.float16)
+    update = lambda updates, state, params=None: (updates, jnp.asarray(1.0))
+    tx = ols.with_loss_scale(optax.GradientTransformation(init, update))
+    step = jax.jit(tx.update) if compiled else tx.update
+    _, state = step(PARAMS, tx.init(PARAMS), PARAMS)
+    expected = jax.eval_shape(tx.init, PARAMS).inner_state
+    after = state.inner_state
+    assert (after.dtype, after.weak_type) == (expected.dtype, False)
+
+
 # Compilation, loops, memory
 
 
