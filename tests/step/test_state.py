@@ -1,5 +1,6 @@
 """Which states a step takes, and what the errors about others say."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +9,7 @@ import pytest
 import optax_lossscale as ols
 
 PARAMS = {"w": jnp.ones(3)}
+GRADS = {"w": jnp.ones(3)}
 TX = ols.with_loss_scale(optax.adam(1e-3))
 
 
@@ -27,24 +29,40 @@ def test_a_state_that_was_computed_with_is_refused():
         TX.update(PARAMS, state, PARAMS)
 
 
-def test_a_state_of_another_configuration_is_refused_with_both():
-    other = ols.with_loss_scale(
-        optax.adam(1e-3), ols.DynamicLossScale(growth_interval=7)
-    )
-    with pytest.raises(
-        ValueError, match="scale in the state is configured diff"
-    ) as error:
-        TX.update(PARAMS, other.init(PARAMS), PARAMS)
-    assert all(str(interval) in str(error.value) for interval in (7, 2000))
+OTHERS = {
+    "another class": ("loss_scale", (64, "dynamic"), ("Fixed", "Dynamic")),
+    "another option": (
+        "loss_scale",
+        (ols.DynamicLossScale(growth_interval=7), "dynamic"),
+        ("growth_interval=7", "growth_interval=2000"),
+    ),
+    "another rule": (
+        "skip",
+        (ols.skips.threshold(1.0), "nonfinite"),
+        ("Threshold", "None"),
+    ),
+    "another option of a rule": (
+        "skip",
+        (ols.skips.spikes(max_skips=12), ols.skips.spikes(max_skips=34)),
+        ("max_skips=12", "max_skips=34"),
+    ),
+    "no skip": ("skip", (None, "nonfinite"), ("gradient_norm",)),
+}
 
 
-def test_a_state_of_another_skip_rule_is_refused_with_both():
-    taken, given = (
-        ols.with_loss_scale(optax.adam(1e-3), skip=ols.skips.spikes(max_skips=n))
-        for n in (12, 34)
+@pytest.mark.parametrize(("option", "values", "named"), OTHERS.values(), ids=OTHERS)
+def test_a_state_of_another_configuration_is_refused_and_the_remedy_works(
+    option, values, named
+):
+    old, tx = (
+        ols.with_loss_scale(optax.adam(0.1), **{option: value}) for value in values
     )
-    with pytest.raises(
-        ValueError, match="rule in the state is configured diff"
-    ) as error:
-        taken.update(PARAMS, given.init(PARAMS), PARAMS)
-    assert all(f"SpikeSkipRule(max_skips={n})" in str(error.value) for n in (12, 34))
+    params, state = old.apply_gradients(GRADS, old.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"configured differently|another skip") as e:
+        tx.update(GRADS, state, params)
+    assert all(name in str(e.value) for name in named)
+    remedy = str(e.value).split(": ")[-1]
+    migrated = eval(remedy, {"tx": tx, "params": params, "state": state})
+    chex.assert_trees_all_equal(migrated.inner_state, state.inner_state)
+    _, after = tx.update(GRADS, migrated, params)
+    assert after.should_apply

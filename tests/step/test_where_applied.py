@@ -1,3 +1,5 @@
+"""`where_applied`: other trees of a step, such as statistics, kept if it is skipped."""
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,41 +21,25 @@ def state_after(gradient, tx=TX):
 APPLIED, SKIPPED = state_after(1.0), state_after(jnp.inf)
 
 
-def trees():
-    tree = lambda x: {
+def tree_of(x):
+    return {
         "float32": jnp.full((2, 3), x),
         "float16": jnp.full(3, x, jnp.float16),
         "int": jnp.int32(x),
         "numpy": np.full(2, x, np.float32),
         "number": float(x),
         "key": jax.random.key(int(x)),
-        "keys": jax.random.split(jax.random.key(int(x)), 3),
         "none": None,
         "function": len,
         "empty": (),
     }
-    return tree(1), tree(2)
-
-
-def arrays(tree):
-    read = lambda x: (
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    )
-    return [read(jnp.asarray(x)) for x in jax.tree.leaves(tree) if x is not len]
 
 
 def test_takes_the_new_after_an_applied_step_and_the_old_after_a_skipped_one():
-    new, old = trees()
-    chex.assert_trees_all_equal(
-        arrays(ols.where_applied(APPLIED, new, old)), arrays(new)
-    )
-    chex.assert_trees_all_equal(
-        arrays(ols.where_applied(SKIPPED, new, old)), arrays(old)
-    )
-    assert ols.where_applied(SKIPPED, new, old)["function"] is len
-    assert jax.tree.structure(
-        ols.where_applied(SKIPPED, new, old)
-    ) == jax.tree.structure(old)
+    for state, x in ((APPLIED, 1), (SKIPPED, 2)):
+        kept, expected = ols.where_applied(state, tree_of(1), tree_of(2)), tree_of(x)
+        assert kept.pop("function") is expected.pop("function")
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), kept, expected))
 
 
 def test_dtypes_are_those_of_the_old_and_strong():
@@ -73,80 +59,51 @@ def test_in_a_compiled_step():
     new, old = {"x": jnp.ones(3), "none": None}, {"x": jnp.zeros(3), "none": None}
     chex.assert_trees_all_equal(choose(APPLIED, new, old), new)
     chex.assert_trees_all_equal(choose(SKIPPED, new, old), old)
-    shapes = jax.eval_shape(ols.where_applied, SKIPPED, new, old)
-    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, old)
 
 
-def test_under_vmap_each_for_itself():
+def test_of_a_stack_of_states_each_for_itself_under_vmap_alone():
     states = jax.tree.map(lambda *x: jnp.stack(x), APPLIED, SKIPPED)
     kept = jax.vmap(ols.where_applied)(states, jnp.ones((2, 3)), jnp.zeros((2, 3)))
     chex.assert_trees_all_equal(kept, jnp.array([[1.0] * 3, [0.0] * 3]))
+    with pytest.raises(ValueError, match=r"stack of shape \(2,\)"):
+        ols.where_applied(states, jnp.ones(2), jnp.zeros(2))
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda tx: tx, optax.chain, lambda tx: optax.named_chain(("scaled", tx))]
-)
-def test_takes_whatever_holds_the_state(wrap):
-    tx = wrap(TX)
-    _, opt_state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(PARAMS), PARAMS)
-    assert ols.where_applied(opt_state, 1.0, 2.0) == 2.0
+def test_takes_whatever_holds_the_state():
+    chained = optax.chain(TX, optax.identity())
+    assert ols.where_applied(state_after(jnp.nan, chained), 1.0, 2.0) == 2.0
+    assert ols.where_applied({"opt_state": SKIPPED}, 1.0, 2.0) == 2.0
 
 
 def test_states_that_hold_no_wrappers_state_or_several_are_refused():
-    for state in (
-        optax.sgd(0.1).init(PARAMS),
-        ols.DynamicLossScale(),
-        (APPLIED, APPLIED),
-    ):
+    for state in (ols.DynamicLossScale(), (APPLIED, APPLIED)):
         with pytest.raises(ValueError, match=r"exactly one LossScaleState, found [02]"):
             ols.where_applied(state, 1.0, 2.0)
 
 
-def test_the_errors_about_a_leaf_say_where_it_is():
-    old = {"mean": jnp.zeros(2), "steps": 0}
-    for new, said in (
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
         ({"mean": jnp.ones(3), "steps": 1}, r"shape \(3,\) .* \(2,\), at mean"),
         ({"mean": jnp.ones(2), "steps": 0.5}, "float32 where old has int32, at steps"),
-    ):
-        with pytest.raises(TypeError, match=said):
-            ols.where_applied(APPLIED, new, old)
-
-
-def test_other_trees_and_shapes_are_refused():
-    keys = jax.random.key(0)
-    others = [
-        ({"a": 1.0}, {"b": 1.0}),
-        (1.0, {"a": 1.0}),
-        ({"a": 1.0}, 1.0),
-        (0, keys),
-        (keys, 0),
-    ]
-    shapes = [
-        (jnp.ones(2), jnp.ones(3)),
-        (1.0, jnp.ones(3)),
-        (jnp.ones(3), 1.0),
-        ("x", 1.0),
-        (jnp.nan, "x"),
-        (None, 1.0),
-        ([1.0, 2.0], jnp.ones(2)),
-    ]
-    for new, old in others + shapes:
-        with pytest.raises((TypeError, ValueError)):
-            ols.where_applied(APPLIED, new, old)
+        ({"mean": jnp.ones(2), "steps": "x"}, "at steps"),
+        ({"mean": jnp.ones(2)}, "steps"),
+    ],
+)
+def test_another_tree_is_refused_and_where_it_differs_is_said(new, said):
+    old = {"mean": jnp.zeros(2), "steps": 0}
+    with pytest.raises((TypeError, ValueError), match=said):
+        ols.where_applied(APPLIED, new, old)
 
 
 @pytest.mark.parametrize(
     ("new", "old"),
     [
         (0.7, 0),
-        (jnp.ones(()), 0),
-        (np.float16(0.5), 0),
         (jnp.int32(300), jnp.int8(1)),
         (jnp.int32(2), True),
-        (jnp.float32(5), jnp.bfloat16(1)),
         (jnp.float16(5), jnp.bfloat16(1)),
         (1 + 2j, 1.0),
-        (jnp.complex64(1), jnp.ones(())),
     ],
 )
 def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
@@ -156,14 +113,7 @@ def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
 
 @pytest.mark.parametrize(
     ("new", "old"),
-    [
-        (5, jnp.int8(1)),
-        (jnp.int8(5), 1),
-        (True, 1),
-        (jnp.int32(5), 1.0),
-        (5.0, jnp.complex64(1)),
-        (5.0, jnp.bfloat16(1)),
-    ],
+    [(jnp.int8(5), 1), (True, 1), (jnp.int32(5), 1.0), (5.0, jnp.bfloat16(1))],
 )
 def test_a_number_that_the_dtype_holds_takes_it(new, old):
     kept = ols.where_applied(APPLIED, new, old)
@@ -177,10 +127,3 @@ def test_an_average_of_16_bit_parameters_is_started_in_float32():
     with pytest.raises(TypeError, match=r"start the average of 16-bit .* in float32"):
         ols.where_applied(APPLIED, averaged, params * 0)
     ols.where_applied(APPLIED, averaged, jnp.zeros(2))
-
-
-def test_a_stack_of_states_is_taken_under_the_same_vmap():
-    tx = ols.with_loss_scale(optax.sgd(0.1))
-    states = jax.vmap(tx.init)(jnp.ones((3, 2)))
-    with pytest.raises(ValueError, match=r"stack of shape \(3,\)"):
-        ols.where_applied(states, jnp.ones(3), jnp.zeros(3))

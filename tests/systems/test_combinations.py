@@ -15,38 +15,39 @@ import optax_lossscale as ols
 LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=10**6)
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.5])}
 X = jnp.array([[1.0, 2.0], [0.5, -1.0]])
+LABELS = {"w": "matrix", "b": "vector"}
+IS_MATRIX = {"w": True, "b": False}
+ADAM = optax.adam(1e-2)
 
 
 def loss_fn(params):
     return jnp.mean((X @ params["w"] + params["b"]) ** 2)
 
 
-def is_matrix(params):
-    return jax.tree.map(lambda p: p.ndim == 2, params)
-
-
-def labels(params):
-    return jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "vector", params)
-
-
-def nothing(loss, grads):
-    """No extra arguments."""
+def no_extra(loss, grads):
     return {}
 
 
 @functools.cache
-def plain_step(tx, extra):
+def plain_run(tx, steps=5, extra=no_extra):
+    """Parameters and state after training without loss scaling."""
+
     @jax.jit
     def step(params, state):
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, state = tx.update(grads, state, params, **extra(loss, grads))
         return optax.apply_updates(params, updates), state
 
-    return step
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
 
 
 @functools.cache
-def scaled_step(tx, extra):
+def scaled_run(tx, steps=5, extra=no_extra, overflow=None):
+    """The same through `tx.update` of scaled gradients, which overflow at one step."""
+
     @jax.jit
     def step(params, state, bad):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
@@ -55,62 +56,43 @@ def scaled_step(tx, extra):
         updates, state = tx.update(grads, state, params, **extra(loss, true))
         return optax.apply_updates(params, updates), state
 
-    return step
-
-
-def plain_run(tx, steps=5, extra=nothing):
-    """Params and state after training without loss scaling."""
-    params, state = PARAMS, tx.init(PARAMS)
-    for _ in range(steps):
-        params, state = plain_step(tx, extra)(params, state)
-    return params, state
-
-
-def scaled_run(tx, steps=5, extra=nothing, skip=()):
-    """Params and state after training through `tx.update`, with overflows at the steps `skip`."""
     params, state = PARAMS, tx.init(PARAMS)
     for i in range(steps):
-        params, state = scaled_step(tx, extra)(params, state, i in skip)
+        params, state = step(params, state, i == overflow)
     return params, state
+
+
+def assert_steps_as_without(inner, steps=5, extra=no_extra):
+    scaled = scaled_run(ols.with_loss_scale(inner, LS), steps, extra)
+    params, state = plain_run(inner, steps, extra)
+    chex.assert_trees_all_close(scaled[0], params, rtol=1e-5)
+    chex.assert_trees_all_close(scaled[1].inner_state, state, rtol=1e-5)
+    return scaled
 
 
 INSIDE = {
-    "chain": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
-    "named_chain": optax.named_chain(
-        ("clip", optax.clip(0.1)), ("adam", optax.adam(1e-2))
-    ),
-    "masked": optax.masked(optax.adam(1e-2), is_matrix),
-    "partition": optax.partition(
-        {"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, labels
-    ),
+    "chain": optax.chain(optax.clip_by_global_norm(0.1), ADAM),
+    "named_chain": optax.named_chain(("clip", optax.clip(0.1)), ("adam", ADAM)),
+    "masked": optax.masked(ADAM, IS_MATRIX),
+    "partition": optax.partition({"matrix": ADAM, "vector": optax.sgd(0.1)}, LABELS),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
         optax.linear_schedule(0.1, 0, 9)
     ),
-    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "apply_if_finite": optax.apply_if_finite(ADAM, 3),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
-    "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2),
-    "ema": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "multi_steps": optax.MultiSteps(ADAM, 2),
+    "ema": optax.chain(ADAM, optax.ema(0.9)),
 }
 
 
-wrapped = functools.cache(lambda inner: ols.with_loss_scale(inner, LS))
-
-
 @pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
-def test_a_combination_inside_the_wrapper_steps_as_without(inner):
-    params, state = scaled_run(wrapped(inner))
-    plain_params, plain_state = plain_run(inner)
-    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
-    chex.assert_trees_all_close(state.inner_state, plain_state, rtol=1e-5)
-
-
-@pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
-def test_a_skipped_step_is_as_if_it_had_not_been(inner):
-    skipped = scaled_run(wrapped(inner), steps=6, skip=(2,))
-    params, state = scaled_run(wrapped(inner), steps=5)
-    chex.assert_trees_all_equal(skipped[0], params)
-    chex.assert_trees_all_equal(skipped[1].inner_state, state.inner_state)
-    assert skipped[1].loss_scale() == 512
+def test_inside_the_wrapper_it_steps_as_without_and_an_overflow_leaves_no_trace(inner):
+    params, state = assert_steps_as_without(inner)
+    tx = ols.with_loss_scale(inner, LS)
+    skipped, after = scaled_run(tx, steps=6, overflow=2)
+    chex.assert_trees_all_equal(skipped, params)
+    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    assert after.loss_scale() == 512
 
 
 AROUND = {
@@ -125,93 +107,40 @@ AROUND = {
 }
 
 
-ADAM = optax.adam(1e-2)
-around_the_wrapper = functools.cache(lambda around: around(wrapped(ADAM)))
-
-
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_a_combination_around_the_wrapper_steps_as_without(around):
-    params, _ = scaled_run(around_the_wrapper(around))
-    plain_params, _ = plain_run(around(ADAM))
-    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
-
-
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_a_combination_around_the_wrapper_changes_no_parameter_at_an_overflow(around):
-    tx = around_the_wrapper(around)
-    before, _ = scaled_run(tx, steps=2)
-    after, state = scaled_run(tx, steps=3, skip=(2,))
-    chex.assert_trees_all_equal(after, before)
+def test_around_the_wrapper_it_steps_as_without_and_an_overflow_moves_nothing(around):
+    tx = around(ols.with_loss_scale(ADAM, LS))
+    params, _ = scaled_run(tx)
+    chex.assert_trees_all_close(params, plain_run(around(ADAM))[0], rtol=1e-5)
+    after, state = scaled_run(tx, steps=6, overflow=5)
+    chex.assert_trees_all_equal(after, params)
     assert ols.get_loss_scale(state)() == 512
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda tx: optax.masked(tx, is_matrix),
-        lambda tx: optax.partition({"matrix": tx, "vector": optax.sgd(0.1)}, labels),
-    ],
-    ids=["masked", "partition"],
-)
-def test_around_the_wrapper_what_would_leave_gradients_scaled_is_refused(around):
-    tx = around(ols.with_loss_scale(optax.sgd(1.0), LS))
-    state = tx.init(PARAMS)
-    with pytest.raises(
-        ValueError, match="Wrap the whole of it instead: with_loss_scale"
-    ):
-        tx.update(ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], state, PARAMS)
+PARTLY = {
+    "masked": lambda tx: optax.masked(tx, IS_MATRIX),
+    "partition": lambda tx: optax.partition(
+        {"matrix": tx, "vector": optax.sgd(0.1)}, LABELS
+    ),
+}
 
 
-def test_two_that_are_wrapped_in_a_chain_are_refused_by_their_state():
-    state = optax.chain(wrapped(ADAM), wrapped(optax.sgd(1.0))).init(PARAMS)
+@pytest.mark.parametrize("around", PARTLY.values(), ids=PARTLY)
+def test_what_would_leave_some_gradients_scaled_is_refused(around):
+    said = "Wrap the whole of it instead: with_loss_scale"
+    with pytest.raises(ValueError, match=said):
+        scaled_run(around(ols.with_loss_scale(optax.sgd(1.0), LS)))
+
+
+def test_two_that_are_wrapped_are_refused():
+    tx = ols.with_loss_scale(ADAM)
+    state = optax.chain(tx, tx).init(PARAMS)
+    said = r"found 2 .*Wrap an optimizer once, as a whole"
     for take in (lambda state: ols.value_and_scaled_grad(loss_fn, state), ols.metrics):
-        with pytest.raises(
-            ValueError, match=r"found 2 .*Wrap an optimizer once, as a whole"
-        ):
+        with pytest.raises(ValueError, match=said):
             take(state)
-
-
-def test_wrapping_what_is_wrapped_is_refused():
-    wrapped = ols.with_loss_scale(optax.sgd(1.0))
-    for inner in (wrapped, optax.chain(optax.clip(1.0), wrapped)):
-        with pytest.raises(ValueError, match="a part of inner is wrapped"):
-            ols.with_loss_scale(inner).init(PARAMS)
-
-
-@pytest.mark.parametrize("given", [None, 64, ols.DynamicLossScale(growth_interval=7)])
-def test_a_state_of_another_configuration_is_refused_and_goes_on_with_the_new_one(
-    given,
-):
-    tx = ols.with_loss_scale(optax.adam(0.1), LS)
-    old = ols.with_loss_scale(optax.adam(0.1), given)
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
-    overflow = jax.tree.map(lambda x: x * jnp.inf, grads)
-    _, state = old.apply_gradients(overflow, old.init(PARAMS), PARAMS)
-    params, state = old.apply_gradients(grads, state, PARAMS)
-    with pytest.raises(ValueError, match="is configured differently") as error:
-        tx.update(grads, state, params)
-    migration = str(error.value).split(": ")[-1]
-    migrated = eval(migration, {"tx": tx, "params": params, "state": state})
-    chex.assert_trees_all_equal(
-        migrated._replace(loss_scale=None), state._replace(loss_scale=None)
-    )
-    _, after = tx.update(grads, migrated, params)
-    assert after.loss_scale() == LS()
-
-
-def test_minimize_names_the_order_of_its_arguments():
-    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
-    state = tx.init(PARAMS)
-    for arguments in (
-        (PARAMS, state, loss_fn),
-        (state, loss_fn, PARAMS),
-        (loss_fn, PARAMS, state),
-    ):
-        with pytest.raises(
-            TypeError,
-            match=r"call minimize\(loss_fn, state, params, …\); got",
-        ):
-            tx.minimize(*arguments)
+    with pytest.raises(ValueError, match="a part of inner is wrapped"):
+        ols.with_loss_scale(optax.chain(optax.clip(1.0), tx)).init(PARAMS)
 
 
 def test_update_takes_the_keywords_of_optax():
@@ -221,120 +150,88 @@ def test_update_takes_the_keywords_of_optax():
     chex.assert_trees_all_equal(by_name, tx.update(PARAMS, state, PARAMS))
 
 
-def test_a_loss_scale_for_each_part_is_one_too_many_for_one_loss():
-    each = {k: ols.with_loss_scale(optax.sgd(0.1), LS) for k in ("matrix", "vector")}
-    state = optax.partition(each, labels).init(PARAMS)
-    with pytest.raises(ValueError, match="2"):
-        ols.value_and_scaled_grad(loss_fn, state)
+# Extra arguments
 
 
 def test_reduce_on_plateau_is_given_the_value():
-    inner = optax.chain(
-        optax.adam(0.5),
-        optax.contrib.reduce_on_plateau(factor=0.5, patience=0, cooldown=0),
-    )
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=0, cooldown=0)
+    inner = optax.chain(optax.adam(0.5), plateau)
     extra = lambda loss, grads: {"value": loss}
-    params, state = scaled_run(ols.with_loss_scale(inner, LS), 12, extra)
-    plain_params, plain_state = plain_run(inner, 12, extra)
-    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
-    chex.assert_trees_all_close(state.inner_state, plain_state, rtol=1e-5)
+    _, state = assert_steps_as_without(inner, 12, extra)
     assert state.inner_state[1].scale < 1
 
 
 def test_lbfgs_is_given_true_values_and_gradients():
     """It compares gradients with values, so all that it is given beside the gradients is true."""
-    inner = optax.lbfgs()
     extra = lambda loss, grads: {"value": loss, "grad": grads, "value_fn": loss_fn}
-    params, _ = scaled_run(ols.with_loss_scale(inner, LS), 5, extra)
-    plain_params, _ = plain_run(inner, 5, extra)
-    chex.assert_trees_all_close(params, plain_params, rtol=1e-4)
+    params, _ = scaled_run(ols.with_loss_scale(optax.lbfgs(), LS), 5, extra)
+    expected, _ = plain_run(optax.lbfgs(), 5, extra)
+    chex.assert_trees_all_close(params, expected, rtol=1e-4)
     assert loss_fn(params) < 1e-3 * loss_fn(PARAMS)
+
+
+ADVERSARY = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
 
 
 def test_sam_differentiates_the_true_loss_itself():
     """In its opaque mode it takes further gradients by a function: of the loss, not scaled."""
-    make = lambda: optax.contrib.sam(
-        optax.sgd(0.1),
-        optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-        opaque_mode=True,
-    )
-    extra = lambda loss, grads: {"grad_fn": lambda params, _: jax.grad(loss_fn)(params)}
-    params, state = scaled_run(ols.with_loss_scale(make(), LS), 5, extra)
-    plain_params, _ = plain_run(make(), 5, extra)
-    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
-    assert state.should_apply
+    inner = optax.contrib.sam(optax.sgd(0.1), ADVERSARY, opaque_mode=True)
+    true_grad = {"grad_fn": lambda params, _: jax.grad(loss_fn)(params)}
+    params, _ = scaled_run(ols.with_loss_scale(inner, LS), 5, lambda *_: true_grad)
+    expected, _ = plain_run(inner, 5, lambda *_: true_grad)
+    chex.assert_trees_all_close(params, expected, rtol=1e-5)
 
 
-def test_sam_that_shows_its_adversarial_steps_compiles_once_inside():
-    inner = optax.contrib.sam(
-        optax.adam(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
-    )
+def test_sam_that_shows_its_adversarial_steps_is_not_given_the_loss():
+    inner = optax.contrib.sam(optax.adam(0.1), ADVERSARY)
     tx = ols.with_loss_scale(inner, LS)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(params, state):
-        return tx.apply_gradients(
-            ols.value_and_scaled_grad(loss_fn, state)(params)[1], state, params
-        )
-
+    step = jax.jit(lambda state, params: tx.minimize(loss_fn, state, params))
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(6):
-        params, state = step(params, state)
-    plain_params, _ = plain_run(inner, 6)
-    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
+        _, params, state = step(state, params)
+    chex.assert_trees_all_close(params, plain_run(inner, 6)[0], rtol=1e-5)
+    _, state = tx.update(PARAMS, state, params, value=jnp.nan)
+    assert not state.should_apply
+
+
+# What has parameters or hyperparameters of its own
 
 
 def test_lookahead_inside_and_around_steps_as_without():
     fast = optax.adam(1e-1)
-    params = optax.LookaheadParams.init_synced(PARAMS)
+    make = lambda inner: optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
 
     def run(tx, grad_fn):
-        now, state = params, tx.init(params)
+        now = optax.LookaheadParams.init_synced(PARAMS)
+        state = tx.init(now)
         for _ in range(4):
             updates, state = tx.update(grad_fn(now.fast, state), state, now)
             now = optax.apply_updates(now, updates)
         return now
 
-    make = lambda inner: optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
-    plain = run(make(fast), lambda p, _: jax.grad(loss_fn)(p))
-    grad_fn = lambda p, state: ols.value_and_scaled_grad(loss_fn, state)(p)[1]
-    chex.assert_trees_all_close(
-        run(ols.with_loss_scale(make(fast), LS), grad_fn), plain
-    )
-    chex.assert_trees_all_close(
-        run(make(ols.with_loss_scale(fast, LS)), grad_fn), plain
-    )
+    plain = run(make(fast), lambda params, _: jax.grad(loss_fn)(params))
+    scaled = lambda params, s: ols.value_and_scaled_grad(loss_fn, s)(params)[1]
+    for tx in (ols.with_loss_scale(make(fast)), make(ols.with_loss_scale(fast))):
+        chex.assert_trees_all_close(run(tx, scaled), plain)
 
 
-def test_accumulation_is_the_large_batch():
-    """Four micro-batches of two are one batch of eight, where the arithmetic is exact."""
-    x = jnp.arange(16.0).reshape(8, 2) / 16
-    of_batch = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
-    inner = optax.sgd(0.125)
-    tx = ols.with_loss_scale(optax.MultiSteps(inner, 4), LS)
-    params, state = PARAMS, tx.init(PARAMS)
-    for micro in x.reshape(4, 2, 2):
-        grads = ols.value_and_scaled_grad(of_batch, state)(params, micro)[1]
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    grads = jax.grad(of_batch)(PARAMS, x)
-    expected = optax.apply_updates(PARAMS, inner.update(grads, inner.init(PARAMS))[0])
-    chex.assert_trees_all_close(params, expected, rtol=1e-6)
+def test_schedule_frees_parameters_for_evaluation_are_those_of_the_inner_state():
+    inner = optax.contrib.schedule_free_sgd(0.1)
+    params, state = scaled_run(ols.with_loss_scale(inner, LS))
+    evaluated = optax.contrib.schedule_free_eval_params(state.inner_state, params)
+    params, state = plain_run(inner)
+    expected = optax.contrib.schedule_free_eval_params(state, params)
+    chex.assert_trees_all_close(evaluated, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("number", [0.05, np.float64(0.05), jnp.float32(0.05), 1])
-@pytest.mark.parametrize("loss_scale", [LS, 1024], ids=["dynamic", "fixed"])
-def test_a_hyperparameter_set_to_a_number_between_eager_steps(number, loss_scale):
-    tx = ols.with_loss_scale(
-        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), loss_scale
-    )
+def test_a_hyperparameter_set_to_a_number_between_eager_steps(number):
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx = ols.with_loss_scale(inner, LS)
     params, state = PARAMS, tx.init(PARAMS)
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
     for _ in range(2):
         state.inner_state.hyperparams["learning_rate"] = number
-        params, state = tx.apply_gradients(
-            jax.tree.map(jnp.ones_like, params), state, params
-        )
+        params, state = tx.apply_gradients(grads, state, params)
     expected = jax.tree.map(lambda p: p - 2 * number / 1024, PARAMS)
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
-    assert state.inner_state.count == 2

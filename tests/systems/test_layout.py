@@ -1,17 +1,14 @@
-"""The package stands on floors, and no module imports from a floor above its own."""
+"""No module imports from a floor above its own, and claims about versions agree."""
 
 import ast
 import pathlib
 import re
+import tomllib
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "optax_lossscale"
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-
-# Each floor has its folders and files; the package itself, `__init__.py`, lies on top
-# of them all.
 FLOORS = {
     "_arrays": 1,
     "_programs": 2,
@@ -24,92 +21,39 @@ FLOORS = {
     "demo": 5,
     "testing": 5,
 }
-TOP = max(FLOORS.values())
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def imported(source):
-    """The parts of the package that a module imports from; "" for the package itself."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports inside the package are absolute"
+def imported_floors(path):
+    """The floors that a module imports from; the package itself is the top."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
         else:
             continue
         for name in names:
             package, _, rest = name.partition(".")
             if package == "optax_lossscale":
-                part = rest.partition(".")[0]
-                yield part if part in FLOORS else ""
+                yield FLOORS.get(rest.partition(".")[0], max(FLOORS.values()))
 
 
-def upwards(part, source):
-    """The imports of a module in `part` that go up a floor."""
-    return [
-        other for other in imported(source) if FLOORS.get(other, TOP) > FLOORS[part]
-    ]
-
-
-@pytest.mark.parametrize(
-    "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
-)
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_no_module_imports_from_a_floor_above_its_own(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert upwards(part, path.read_text()) == []
+    own = FLOORS[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
+    assert max(imported_floors(path), default=0) <= own
 
 
-def test_contributing_has_each_part_on_its_floor():
-    rows = re.findall(r"^\| (\d): [^|]*\|([^|]+)\|$", CONTRIBUTING.read_text(), re.M)
-    parts = r"`(\w+)(?:\.py|/)`"
-    listed = {
-        part: int(floor) for floor, row in rows for part in re.findall(parts, row)
-    }
-    assert listed == FLOORS
-    assert {path.relative_to(PACKAGE).parts[0] for path in MODULES} == {
-        path.name
-        for part in FLOORS
-        for path in (PACKAGE / part, PACKAGE / f"{part}.py")
-        if path.exists()
-    }
+def test_the_oldest_versions_that_are_tried_are_the_lower_bounds():
+    oldest = (ROOT / ".ci/oldest.txt").read_text().splitlines()
+    assert {r.replace(">=", "==") for r in PROJECT["dependencies"]} <= set(oldest)
 
 
-def test_each_file_says_in_its_first_line_what_it_is_about():
-    first_lines = [path.read_text().partition("\n")[0] for path in MODULES]
-    assert all(re.fullmatch(r'"""[^"]+(""")?', line) for line in first_lines)
-    assert len(set(first_lines)) == len(first_lines)
-
-
-@pytest.mark.parametrize(
-    ("part", "line"),
-    [
-        ("_arrays", "from optax_lossscale._step.get_loss_scale import resolve"),
-        ("_programs", "from optax_lossscale._autocast.narrow import narrow"),
-        ("_scales", "from optax_lossscale import _step"),
-        ("skips", "import optax_lossscale._step.gradient"),
-        (
-            "_step",
-            "def f():\n    from optax_lossscale._diagnosis.report import Diagnosis",
-        ),
-        ("_diagnosis", "from optax_lossscale import testing"),
-        ("_diagnosis", "import optax_lossscale as ols"),
-    ],
-)
-def test_an_import_that_goes_up_a_floor_is_seen(part, line):
-    assert len(upwards(part, line)) == 1
-
-
-def test_imports_that_stay_on_a_floor_or_go_down_are_allowed():
-    source = (
-        "import jax\n"
-        "from optax_lossscale import skips\n"
-        "import optax_lossscale._arrays.finite"
-    )
-    assert upwards("_scales", source) == []
-    assert (
-        upwards(
-            "demo", "import optax_lossscale as ols\nfrom optax_lossscale import plot"
-        )
-        == []
-    )
+def test_the_pythons_that_are_claimed_are_those_that_are_tried():
+    claimed = re.findall(r":: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    workflows = [path.read_text() for path in (ROOT / ".github/workflows").iterdir()]
+    [matrix] = set(re.findall(r"python: \[(.*)\]", "".join(workflows)))
+    assert claimed == re.findall(r"[\d.]+", matrix)
+    assert PROJECT["requires-python"] == f">={claimed[0]}"

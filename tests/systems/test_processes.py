@@ -4,14 +4,11 @@ import contextlib
 import importlib.util
 import os
 import pathlib
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-import types
 
 import jax
 import numpy as np
@@ -24,16 +21,10 @@ import optax_lossscale as ols
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
-@pytest.fixture(scope="module")
-def example():
-    """The script, as a module."""
+def test_the_examples_step_depends_on_the_loss_scale_in_nothing():
     spec = importlib.util.spec_from_file_location("distributed", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_examples_step_depends_on_the_loss_scale_in_nothing(example):
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
     mesh = jax.make_mesh((2,), ("data",))
     tx, train_step = example.optimizer_and_step(mesh, ols.DynamicLossScale())
     params, state = jax.device_put(example.initial(tx), NamedSharding(mesh, P()))
@@ -43,20 +34,6 @@ def test_the_examples_step_depends_on_the_loss_scale_in_nothing(example):
         for parts in zip(*ranks, strict=True)
     )
     ols.testing.assert_scale_invariant(train_step, params, state, x, y)
-
-
-def test_each_line_is_written_at_once(example, monkeypatch):
-    """Or else one process's line can end up within another's, and is read as part of it."""
-    writes = []
-    stdout = types.SimpleNamespace(write=writes.append, flush=lambda: None)
-    monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--steps", "2"])
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
-    example.main()
-    patterns = ["step 0: .*\n", "step 1: .*\n", "process 0: .*\n"]
-    lines = [text for text in writes if text]
-    assert len(lines) == len(patterns), lines
-    assert all(map(re.fullmatch, patterns, lines)), lines
 
 
 def start(*arguments):
@@ -83,6 +60,14 @@ def ends(out):
     """What each process said at the end: `(parameters, scale, skipped)`, in order."""
     pattern = r"process (\d+): parameters (\w+), scale (\S+), skipped (\d+)"
     return [found[1:] for found in sorted(re.findall(pattern, out))]
+
+
+def follow(run, pattern):
+    """Reads what the run prints up to a line that matches."""
+    for line in run.stdout:
+        if re.match(pattern, line):
+            return
+    pytest.fail(f"ended early: {run.stderr.read()[-2000:]}")
 
 
 @pytest.mark.slow
@@ -113,21 +98,10 @@ def test_processes_with_another_configuration_do_not_start():
     assert any('"growth_interval": 11' in err for _, err in ended)
 
 
-def follow(run, pattern):
-    """Reads what the run prints up to a line that matches."""
-    for line in run.stdout:
-        if re.match(pattern, line):
-            return
-    pytest.fail(f"ended early: {run.stderr.read()[-2000:]}")
-
-
-def resumed(out):
-    """The first step of a run."""
-    return int(re.search(r"step (\d+):", out)[1])
-
-
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
+def test_a_killed_process_ends_the_others_and_the_run_resumes_as_if_undisturbed(
+    tmp_path,
+):
     undisturbed, err = finish(start("--processes", 2, "--steps", 100))
     assert ends(undisturbed), err
 
@@ -137,37 +111,11 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
     command = ["pgrep", "-P", str(run.pid)]
     children = subprocess.run(command, capture_output=True, text=True, check=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    killed = time.monotonic()
-    _, err = finish(run)
+    finish(run, 60)
     assert run.returncode != 0
-    assert time.monotonic() - killed < 60
-    assert re.search(r"unhealthy|heartbeat|[Cc]onnection|closed|[Ss]hutdown", err), err[
-        -2000:
-    ]
 
     run = start("--processes", 2, "--steps", 100, *checkpoint)
     out, err = finish(run)
     assert run.returncode == 0, err
-    assert resumed(out) > 0
-    assert ends(out) == ends(undisturbed)
-
-
-@pytest.mark.slow
-def test_a_run_killed_eight_times_ends_as_if_undisturbed(tmp_path):
-    """At random moments; resumed each time, the run ends with the very same parameters."""
-    steps = 400  # which eight lives do not get through
-    undisturbed, err = finish(start("--processes", 1, "--steps", steps))
-    assert ends(undisturbed), err
-    moments = random.Random(0)
-    for _ in range(8):
-        run = start("--processes", 1, "--steps", steps, "--checkpoint", tmp_path)
-        # by then step 4 is saved, as step 9's save waits for it
-        follow(run, r"step \d\d+:")
-        time.sleep(moments.uniform(0, 0.25))
-        os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
-    run = start("--processes", 1, "--steps", steps, "--checkpoint", tmp_path)
-    out, err = finish(run)
-    assert run.returncode == 0, err
-    assert resumed(out) > 0
+    assert int(re.search(r"step (\d+):", out)[1]) > 0
     assert ends(out) == ends(undisturbed)
