@@ -3,51 +3,7 @@
 Values are given as a dict by their ids, or as names that are their own ids.
 """
 
-import itertools
-
 import pytest
-
-
-def pairwise(**parameters):
-    """Parametrizes a test over combinations in which any two values of two parameters meet.
-
-    A fault that takes one value, or two together, shows up in some case, as it would in the full
-    product of all parameters. In quick tests, each value is in some case.
-    """
-    names = [*parameters]
-    cases = [*itertools.product(*parameters.values())]
-    pairs_in = lambda case: set(
-        itertools.combinations(zip(names, case, strict=True), 2)
-    )
-    missing = set().union(*map(pairs_in, cases))
-    chosen = []
-    while missing:
-        # the first of the best
-        case = max(cases, key=lambda case: len(pairs_in(case) & missing))
-        chosen.append(case)
-        missing -= pairs_in(case)
-    return _parametrized(parameters, chosen)
-
-
-def product(**parameters):
-    """Parametrizes a test over all combinations; in quick tests, each value is in some case."""
-    return _parametrized(parameters, itertools.product(*parameters.values()))
-
-
-def _parametrized(parameters, cases):
-    """Cases are quick if they have a value that none before them has."""
-    values = []
-    seen = set()
-    for case in cases:
-        its_own = set(zip(parameters, case, strict=True))
-        marks = pytest.mark.slow if its_own <= seen else ()
-        seen |= its_own
-        arguments = [
-            _value(parameters[name], i)
-            for name, i in zip(parameters, case, strict=True)
-        ]
-        values.append(pytest.param(*arguments, id="-".join(case), marks=marks))
-    return pytest.mark.parametrize(list(parameters), values)
 
 
 def quick(name, cases, *chosen):

@@ -55,5 +55,5 @@ def test_what_lies_between_products_is_in_its_scope_once():
 
     compiled = jax.jit(ols.autocast(fun)).lower(W, X).compile()
     names = set(re.findall(r'op_name="([^"]*mine[^"]*)"', compiled.as_text()))
-    assert "jit(fun)/ols.autocast/mine/exp" in names
+    assert any(name.endswith("exp") for name in names)
     assert all(name.count("mine") == 1 for name in names)

@@ -1,4 +1,4 @@
-"""The rule of one's own in docs/skipping.md, against recorded decisions of OLMo-core."""
+"""The rule of one's own in docs/bfloat16.md, against recorded decisions of OLMo-core."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ import optax_lossscale as ols
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRACES = ROOT / "tests" / "traces" / "skips"
-PAGE = (ROOT / "docs" / "skipping.md").read_text()
+PAGE = (ROOT / "docs" / "bfloat16.md").read_text()
 
 
 def rule():
