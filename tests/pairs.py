@@ -3,7 +3,26 @@
 Values are given as a dict by their ids, or as names that are their own ids.
 """
 
+import itertools
+
 import pytest
+
+
+def product(**parameters):
+    """Parametrizes a test over all combinations; in quick tests, each value is in some case."""
+    values = []
+    seen = set()
+    for case in itertools.product(*parameters.values()):
+        # A case is quick if it has a value that none before it has.
+        its_own = set(zip(parameters, case, strict=True))
+        marks = pytest.mark.slow if its_own <= seen else ()
+        seen |= its_own
+        arguments = [
+            _value(parameters[name], i)
+            for name, i in zip(parameters, case, strict=True)
+        ]
+        values.append(pytest.param(*arguments, id="-".join(case), marks=marks))
+    return pytest.mark.parametrize(list(parameters), values)
 
 
 def quick(name, cases, *chosen):
