@@ -77,11 +77,6 @@ def masked_by_where(h, p):
     return through(jax.nn.softmax(h))
 
 
-@case(size=300.0)
-def squared_errors_of_1e5(h, p):
-    return jnp.mean((h - 1000.0) ** 2)
-
-
 # --- sums of many ---
 
 
@@ -141,11 +136,6 @@ def rms_norm_of_zeros(h, p):
 def layer_scale(h, p):
     """As ConvNeXt and CaiT begin: what is added by the block is multiplied by 1e-6."""
     return through(h + jax.nn.relu(h @ p["v"]) * p["gamma"])
-
-
-@case(size=100.0)
-def large_factors_one_after_the_other(h, p):
-    return through(h * 100 * 100 / 100 / 100)
 
 
 # --- large numbers ---
