@@ -267,30 +267,25 @@ def test_each_pass_of_a_custom_vjp_runs_once():
         return x @ w
 
     def forward(x, w):
-        jax.debug.callback(lambda: ran.append("forward"))
         y = jnp.tanh(x @ w)
+        jax.debug.callback(lambda y: ran.append("forward"), y)
         return y, (x, w, y)
 
     def backward(saved, ct):
-        jax.debug.callback(lambda: ran.append("backward"))
+        jax.debug.callback(lambda ct: ran.append("backward"), ct)
         x, w, y = saved
         ct = ct * (1 - y**2)
         return ct @ w.T, x.T @ ct
 
     f.defvjp(forward, backward)
-    for fun in (lambda p, x: f(x, p["w"]), scanned(lambda p, x: f(x, p["w"]))):
-        counts = []
-        for cast in (lambda f: f, ols.autocast):
-            step = jax.jit(jax.grad(cast(squared(fun))))
-            # Without autocast, those that nothing reads may be among these.
-            n_products = sum(products(step, PARAMS, X).values())
-            ran.clear()
-            jax.block_until_ready(step(PARAMS, X))
-            jax.effects_barrier()
-            counts.append((n_products, ran.count("forward"), ran.count("backward")))
-        exact, narrow = counts
-        assert narrow[0] <= exact[0]
-        assert narrow[1:] == exact[1:]
+    loss = squared(scanned(lambda p, x: f(x, p["w"])))
+    counts = []
+    for cast in (loss, ols.autocast(loss)):
+        ran.clear()
+        jax.block_until_ready(jax.jit(jax.grad(cast))(PARAMS, X))
+        jax.effects_barrier()
+        counts.append((ran.count("forward"), ran.count("backward")))
+    assert counts == [(3, 3), (3, 3)]
 
 
 def test_a_backward_pass_that_is_not_linear_sees_the_whole_cotangent():
@@ -502,16 +497,6 @@ def test_forward_mode_and_a_second_derivative():
         lambda f: jax.jvp(jax.grad(f), (PARAMS, X), tangents), static_argnums=0
     )
     assert_close(along(ols.autocast(loss)), along(loss), 0.01)
-
-
-def test_gradients_inside():
-    """A penalty of gradients, as of a discriminator."""
-
-    def loss(p, x):
-        score = lambda x: jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])
-        return jnp.mean((jnp.linalg.norm(jax.grad(score)(x), axis=-1) - 1) ** 2)
-
-    assert_as_in_float32(loss, PARAMS, X)
 
 
 def test_gradients_inside_of_loops_with_remat():

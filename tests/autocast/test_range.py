@@ -255,22 +255,10 @@ def test_steps_whose_size_is_a_parameter_are_not_lost():
     assert_close(step(ols.autocast(adapted)), step(adapted), 0.05)
 
 
-OVER_ONE_NUMBER = {
-    "matmul": (lambda x, y: x[:, None] @ y[None], (8,), (4,)),
-    "batch last": (
-        lambda x, y: jnp.einsum("ijb,jkbm->bikm", x, y),
-        (4, 1, 3),
-        (1, 5, 3, 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("product", OVER_ONE_NUMBER.values(), ids=OVER_ONE_NUMBER)
-def test_a_product_over_one_number_stays_in_float32(product):
+def test_a_product_over_one_number_stays_in_float32():
     """As an outer product: it sums nothing, and is as long as its result to compute."""
-    multiply, left, right = product
-    x, y = normal(0, *left, scale=1000) + 0.123, normal(1, *right)
-    loss = lambda x, y: jnp.sum(jnp.sin(multiply(x, y)))
+    x, y = normal(0, 8, scale=1000) + 0.123, normal(1, 4)
+    loss = lambda x, y: jnp.sum(jnp.sin(x[:, None] @ y[None]))
     step = jax.value_and_grad(ols.autocast(loss), (0, 1))
     exact = jax.value_and_grad(loss, (0, 1))(x, y)
     chex.assert_trees_all_close(step(x, y), exact, rtol=1e-4, atol=1e-3)
