@@ -68,9 +68,8 @@ def differences(actual, expected, within):
         if kinds[0] != kinds[1]:
             found.append(f"{name} is {kinds[0]}, not {kinds[1]}")
         elif (error := relative_error(x, y)) > within:
-            found.append(
-                f"{name} is off by {error:.2g}: {summary(x)}, not {summary(y)}"
-            )
+            some = [np.ravel(a)[:6] for a in (x, y)]
+            found.append(f"{name} is off by {error:.2g}: {some[0]}, not {some[1]}")
     return found
 
 
@@ -91,11 +90,6 @@ def relative_error(x, y):
         return np.inf
     size = np.abs(y[np.isfinite(y)]).max(initial=0)
     return 0.0 if difference.max() == 0 else difference.max() / max(size, 1e-30)
-
-
-def summary(x):
-    """A few numbers of an array."""
-    return np.array2string(np.ravel(np.asarray(x))[:6], precision=6)
 
 
 def equations(jaxpr):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_float32 import assert_as_in_float32, normal
+from against_float32 import assert_as_in_float32, equations, normal
 from jax import P, lax
 from jax.sharding import AxisType
 
@@ -53,17 +53,12 @@ def bytes_sent(fun, *args):
 
 def dtypes(jaxpr, names):
     """Those of the operands of operations, by name."""
-    found = {
+    return {
         (e.primitive.name, v.aval.dtype)
-        for e in jaxpr.eqns
+        for e in equations(jaxpr)
         for v in e.invars
         if e.primitive.name in names and v.aval.ndim  # losses are summed, too
     }
-    for eqn in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                found |= dtypes(getattr(inner, "jaxpr", inner), names)
-    return found
 
 
 @each_loss

@@ -115,24 +115,18 @@ def test_only_float32_arrays_are_cast():
     seen = {}
 
     @ols.cast_inputs
-    def kernel(tree, *, scale, mask, name, nothing=None):
-        seen.update(tree, scale=scale, mask=mask, name=name, nothing=nothing)
-        return tree["a"] * scale, tree["i"], tree["b"]
+    def kernel(tree, **given):
+        seen.update(tree, **given)
+        return tree["wide"] * given["scale"], tree["ids"]
 
-    tree = {
-        "a": Q,
-        "i": jnp.arange(3),
-        "b": Q.astype(jnp.bfloat16),
-        "n": np.ones(2, np.float32),
-    }
-    given = {"scale": 2.0, "mask": Q > 0, "name": "causal"}
+    tree = {"wide": Q, "numpy": np.ones(2, "f"), "brain": Q.astype(jnp.bfloat16)}
+    tree |= {"ids": jnp.arange(3), "mask": Q > 0}
+    given = {"scale": 2.0, "name": "causal", "nothing": None}
     outs = ols.autocast(lambda tree: kernel(tree, **given))(tree)
-    assert [x.dtype for x in outs] == [jnp.float32, jnp.int32, jnp.bfloat16]
-    assert seen["a"].dtype == seen["n"].dtype == jnp.float16
-    assert seen["i"].dtype == jnp.int32
-    assert seen["b"].dtype == jnp.bfloat16
-    assert seen["mask"].dtype == jnp.bool_
-    assert (seen["scale"], seen["name"], seen["nothing"]) == (2.0, "causal", None)
+    assert [x.dtype for x in outs] == [jnp.float32, jnp.int32]
+    assert {name: seen[name] for name in given} == given
+    dtypes = [seen[name].dtype.name for name in tree]
+    assert dtypes == ["float16", "float16", "bfloat16", "int32", "bool"]
 
 
 def test_it_warns_of_nothing_where_all_products_are_in_the_kernel():

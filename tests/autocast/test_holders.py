@@ -185,19 +185,6 @@ def test_a_loop_that_waits_until_numbers_converge_stays_in_float32():
     assert_close(ols.autocast(fun)(a, v), fun(a, v), 1e-6)
 
 
-def test_an_integrator_with_small_steps():
-    """The time, and what is added to the state, are smaller than float16's digits."""
-
-    def fun(p, x):
-        def step(carry, _):
-            t, y = carry
-            return (t + 1e-3, y + 1e-3 * (jnp.tanh(y @ p["w"]) - y * t)), None
-
-        return lax.scan(step, (0.0, x @ p["v"]), None, length=1000)[0][1]
-
-    holds(fun)
-
-
 def of_each_row(p, x):
     branch = lambda r: lax.cond(r[0] > 0, lambda r: r @ p["w"], jnp.exp, r)
     return jax.vmap(branch)(x)
@@ -280,30 +267,25 @@ def test_each_pass_of_a_custom_vjp_runs_once():
         return x @ w
 
     def forward(x, w):
-        jax.debug.callback(lambda: ran.append("forward"))
         y = jnp.tanh(x @ w)
+        jax.debug.callback(lambda y: ran.append("forward"), y)
         return y, (x, w, y)
 
     def backward(saved, ct):
-        jax.debug.callback(lambda: ran.append("backward"))
+        jax.debug.callback(lambda ct: ran.append("backward"), ct)
         x, w, y = saved
         ct = ct * (1 - y**2)
         return ct @ w.T, x.T @ ct
 
     f.defvjp(forward, backward)
-    for fun in (lambda p, x: f(x, p["w"]), scanned(lambda p, x: f(x, p["w"]))):
-        counts = []
-        for cast in (lambda f: f, ols.autocast):
-            step = jax.jit(jax.grad(cast(squared(fun))))
-            # Without autocast, those that nothing reads may be among these.
-            n_products = sum(products(step, PARAMS, X).values())
-            ran.clear()
-            jax.block_until_ready(step(PARAMS, X))
-            jax.effects_barrier()
-            counts.append((n_products, ran.count("forward"), ran.count("backward")))
-        exact, narrow = counts
-        assert narrow[0] <= exact[0]
-        assert narrow[1:] == exact[1:]
+    loss = squared(scanned(lambda p, x: f(x, p["w"])))
+    counts = []
+    for cast in (loss, ols.autocast(loss)):
+        ran.clear()
+        jax.block_until_ready(jax.jit(jax.grad(cast))(PARAMS, X))
+        jax.effects_barrier()
+        counts.append((ran.count("forward"), ran.count("backward")))
+    assert counts == [(3, 3), (3, 3)]
 
 
 def test_a_backward_pass_that_is_not_linear_sees_the_whole_cotangent():
@@ -352,13 +334,6 @@ def with_integers_and_a_key(p, x):
     return picked(x @ p["w"], jnp.array([2, 0, 1, 3]), jax.random.key(0)) @ p["v"]
 
 
-def with_a_function_saved(p, x):
-    kept = jax.custom_vjp(lambda x: jnp.sin(x @ V))
-    forward = lambda x: jax.vjp(lambda x: jnp.sin(x @ V), x)
-    kept.defvjp(forward, lambda vjp, ct: vjp(ct))
-    return kept(x @ p["w"])
-
-
 def mapped_and_closing_over_an_array(p, x):
     """JAX counts what it closes over among its arguments then."""
     f = jax.custom_vjp(lambda x: jnp.sin(x @ V))
@@ -387,7 +362,6 @@ def with_masks_indices_and_keys(p, x):
         by_custom_gradient,
         with_static_arguments,
         with_integers_and_a_key,
-        with_a_function_saved,
         mapped_and_closing_over_an_array,
         with_masks_indices_and_keys,
     ],
@@ -525,16 +499,6 @@ def test_forward_mode_and_a_second_derivative():
     assert_close(along(ols.autocast(loss)), along(loss), 0.01)
 
 
-def test_gradients_inside():
-    """A penalty of gradients, as of a discriminator."""
-
-    def loss(p, x):
-        score = lambda x: jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])
-        return jnp.mean((jnp.linalg.norm(jax.grad(score)(x), axis=-1) - 1) ** 2)
-
-    assert_as_in_float32(loss, PARAMS, X)
-
-
 def test_gradients_inside_of_loops_with_remat():
     """There JAX holds the forward pass of the loop inside in a call of its own."""
 
@@ -593,24 +557,6 @@ def test_a_gradient_through_a_checkpoint_inside_of_shard_map():
     specs = {"in_specs": (P(), P("data")), "out_specs": P()}
     grad = jax.grad(jax.shard_map(local, mesh=mesh(), **specs))
     assert_close(jax.jit(ols.autocast(grad))(PARAMS, X), jax.jit(grad)(PARAMS, X), 0.01)
-
-
-def test_shard_map_of_a_sharded_weight():
-    def local(p, x):
-        h = jax.nn.relu(x @ p["w"])  # by columns
-        y = lax.psum(h @ p["v"], "data")  # by rows
-        gathered = lax.all_gather(y, "data", tiled=True)
-        to_the_next = [(i, (i + 1) % 4) for i in range(4)]
-        return gathered.mean() + lax.ppermute(y, "data", to_the_next).mean()
-
-    specs = ({"w": P(None, "data"), "v": P("data", None)}, P())
-    f = jax.shard_map(
-        local, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=False
-    )
-    exact = jax.jit(jax.value_and_grad(f))(PARAMS, X)
-    cast = jax.value_and_grad(ols.autocast(f))
-    assert_close(jax.jit(cast)(PARAMS, X), exact, 0.005)
-    assert products(cast, PARAMS, X) == {"float16": 5}
 
 
 @pytest.mark.parametrize(
@@ -678,17 +624,6 @@ def test_callbacks_are_called_as_often_in_order_and_with_float32():
         np.testing.assert_allclose(*sums, rtol=0.05, atol=0.05)
 
 
-def test_debug_print_prints_once(capsys):
-    def fun(p, x):
-        h = x @ p["w"]
-        jax.debug.print("mean {m:.1f}", m=h.mean() * 0 + 1)
-        return jnp.sum(h)
-
-    jax.jit(jax.value_and_grad(ols.autocast(fun)))(PARAMS, X)
-    jax.effects_barrier()
-    assert capsys.readouterr().out == "mean 1.0\n"
-
-
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no refs")
 def test_references_that_are_given_or_made_inside():
     def fun(p, x, seen):
@@ -720,12 +655,3 @@ def test_errors_are_jaxs_own():
         jax.block_until_ready(jax.jit(ols.autocast(fun))(PARAMS, X))
     with pytest.raises(TypeError, match="contracting"):
         ols.autocast(lambda p, x: x @ p["w"][:3])(PARAMS, X)
-
-
-def test_errors_name_the_users_function_and_argument():
-    def decides(p, x):
-        return p["w"] if x[0, 0] > 0 else p["v"]
-
-    said = r"function decides at .*test_holders.*argument x\."
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=said):
-        ols.autocast(decides)(PARAMS, X)

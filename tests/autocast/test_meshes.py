@@ -1,8 +1,6 @@
 """autocast of operations under other meshes than what is around: `auto_axes`, `explicit_axes`."""
 
 import functools
-import inspect
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +12,6 @@ from pairs import one_in
 from wrappers import WRAPPERS
 
 import optax_lossscale as ols
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # the frameworks', not ours
-    from flax import nnx
 
 ROWS = P("d", None)
 W = normal(1, 8, 8, scale=8**-0.5)
@@ -35,12 +29,6 @@ def layer(w, x):
 
 def looked_up(p, x):
     return p["table"].at[reshard(TOKENS, P("d"))].get(out_sharding=ROWS) @ p["w"]
-
-
-def looked_up_by_flax(p, x):
-    embed = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
-    embed.embedding[...] = p["table"]
-    return embed(reshard(TOKENS, P("d")), out_sharding=ROWS) @ p["w"]
 
 
 def between_products(p, x):
@@ -72,9 +60,6 @@ UNDER_EXPLICIT = {
     fun.__name__: fun
     for fun in (looked_up, between_products, a_residual_stream, explicit_inside_of_auto)
 }
-# as in newer Flax
-if "out_sharding" in inspect.signature(nnx.Embed.__call__).parameters:
-    UNDER_EXPLICIT["looked_up_by_flax"] = looked_up_by_flax
 UNDER_EXPLICIT |= {
     name: held(name)
     for name in ("jit", "checkpoint", "scan", "cond", "custom_jvp", "custom_vjp")

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from against_float32 import equations, normal
 from jax import lax
@@ -79,22 +78,6 @@ def test_what_others_read_or_no_product_made_is_not_rounded_in_a_sum(widened, fu
     assert narrowed(fun, W, X).count(WIDENED) == widened
 
 
-WRAPPERS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "cond": lambda fun: lambda w, h: lax.cond(w[0, 0] < 9, fun, fun, w, h),
-    "scan": lambda fun: lambda w, h: lax.scan(lambda _, w: (0, fun(w, h)), 0, w[None])[1][0],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_readers_are_found_inside_of_programs(wrap):
-    block = lambda w, h: h + h @ w
-    fun = lambda of: lambda w, x: of(block)(w, jnp.tanh(x @ w))
-    run = lambda of: narrow(jax.make_jaxpr(fun(of))(W, X), F16)([W, X])
-    np.testing.assert_array_equal(run(wrap), run(lambda f: f))
-
-
 def test_what_a_loop_carries_is_as_traced():
     step = lambda h, _: (h + 1e-4 * jnp.tanh(h @ W), None)
     fun = lambda x: lax.scan(step, x, length=4)[0]
@@ -113,24 +96,3 @@ def test_what_a_loop_begins_with_is_not_rounded():
     fun = lambda w, x: lax.scan(step(w), jnp.tanh(x @ w), length=4)[0]
     found = narrowed(fun, W, X)
     assert found[: found.index("scan:f32")].count(WIDENED) == 1  # before the tanh
-
-
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda w, x: jnp.dot(x, w, precision="highest"),
-        lambda w, x: x.astype(F16) @ w.astype(F16),
-        lambda w, x: x.astype(jnp.bfloat16) @ w,
-        lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]),
-        lambda w, x: jnp.einsum("bi,bi->b", x, w[:3]),
-    ],
-)
-def test_products_that_stay(fun):
-    made = lambda f: [
-        str(v.aval.dtype)
-        for eqn in equations(f.jaxpr)
-        if eqn.primitive.name == "dot_general"
-        for v in (*eqn.invars, *eqn.outvars)
-    ]
-    program = jax.make_jaxpr(fun)(W, X)
-    assert made(jax.make_jaxpr(narrow(program, F16))([W, X])) == made(program)

@@ -63,13 +63,6 @@ def rms_norm_by_einsum(h, p):
     return through(h * lax.rsqrt(jnp.einsum("nd,nd->n", h, h)[:, None] / 32 + 1e-6))
 
 
-@case(size=300.0)
-def layer_norm_by_the_mean_of_squares(h, p):
-    mean = h.mean(-1, keepdims=True)
-    variance = (h**2).mean(-1, keepdims=True) - mean**2
-    return through((h - mean) / jnp.sqrt(variance + 1e-5))
-
-
 # --- softmax, masks, losses ---
 
 
@@ -82,16 +75,6 @@ def softmax(h, p):
 def masked_by_where(h, p):
     h = jnp.where(jnp.tri(16, 32, dtype=bool), h, -1e9)
     return through(jax.nn.softmax(h))
-
-
-@case(size=300.0)
-def squared_errors_of_1e5(h, p):
-    return jnp.mean((h - 1000.0) ** 2)
-
-
-@case(size=1.5)
-def log_determinant_of_tanh(h, p):  # of soft actor-critic
-    return -jnp.mean(jnp.log(1 - jnp.tanh(h) ** 2 + 1e-6))
 
 
 # --- sums of many ---
@@ -141,12 +124,6 @@ def an_activation_multiplied_in_every_round_of_a_scan(h, p):
     return jnp.sum(lax.scan(step, h, jnp.linspace(0.5, 1, 1024))[1]) / 100
 
 
-@case(rows=1, parameters=[("embedding", normal(2, 4, 32))])
-def embeddings_of_many_tokens(h, p):
-    tokens = jnp.arange(32768) % 4
-    return jnp.sum(jnp.tanh(p["embedding"][tokens] + h)) / 100
-
-
 # --- small numbers ---
 
 
@@ -161,45 +138,13 @@ def layer_scale(h, p):
     return through(h + jax.nn.relu(h @ p["v"]) * p["gamma"])
 
 
-@case(size=1.0, parameters=[("gamma", jnp.full((), 1e-8))])
-def a_tiny_number_that_is_learned(h, p):
-    return through((h * p["gamma"]) * 1e8)
-
-
-@case(size=100.0)
-def large_factors_one_after_the_other(h, p):
-    return through(h * 100 * 100 / 100 / 100)
-
-
-@case(size=3.0)
-def adam_inside(h, p):
-    g = h * 1e-4
-    m, v = 0.1 * g, 0.001 * g**2 + 0.999 * 1e-9
-    return through((m / 0.1) / (jnp.sqrt(v / 0.001) + 1e-8))
-
-
-# --- elementwise functions where they are flat or steep ---
-
-
-@case(size=300.0)
-def gelu(h, p):
-    return through(jax.nn.gelu(h))
+# --- large numbers ---
 
 
 @case(size=300.0)
 def gated(h, p):
     """Two activations of 300, multiplied: the product is above 65504."""
     return through(jax.nn.silu(h) * jnp.roll(h, 1, 0) / 1e4)
-
-
-@case(size=0.3)
-def saturated_sigmoid(h, p):
-    return through(jax.nn.sigmoid(h + 9))
-
-
-@case(size=12000.0)
-def products_just_below_65504(h, p):
-    return through(jnp.tanh(h / 1e4))
 
 
 @case(size=12000.0)
@@ -215,12 +160,6 @@ def action_and_its_log_probability_after_the_critic(h, p):
     action = jnp.tanh(h)
     value = jnp.mean((jax.nn.relu(action @ p["critic"]) @ p["critic"]) ** 2)
     return value - jnp.mean(jnp.log(1 - action**2 + 1e-6))
-
-
-@case(size=8.0)
-def attention_and_its_entropy(h, p):
-    weights = jax.nn.softmax(h)
-    return through(weights) - jnp.mean(weights * jnp.log(weights))
 
 
 @case(size=1.0)
@@ -245,23 +184,6 @@ def large_numbers_into_a_custom_derivative(h, p):
     return through(f(h * jnp.roll(h, 1, 0), p["w"]))
 
 
-@case(
-    rows=1000,
-    parameters=[
-        ("v", normal(5, 32, 32, scale=0.1)),
-        ("each", np.ones((1000, 32), "f")),
-    ],
-)
-def small_steps_with_a_parameter_each(h, p):
-    """What is multiplied in each round by itself is no parameter, and the parameter not itself."""
-
-    def step(c, inputs):
-        x, scale = inputs
-        return c + 1e-3 * jnp.tanh(c @ p["v"] + x @ p["v"] + (x * scale) @ p["v"]), None
-
-    return jnp.mean(lax.scan(step, h[0], (h, p["each"]))[0] ** 2)
-
-
 EACH = ("each", normal(5, 1000, 8, 8, scale=0.3))
 
 
@@ -284,32 +206,6 @@ def large_numbers_into_layers(h, p):
     return through(
         lax.scan(lambda y, w: (y + (y / 1e4) @ w, None), y, p["each"])[0] / 1e4
     )
-
-
-@case(size=300.0, parameters=[PERMUTATIONS])
-def large_numbers_between_layers(h, p):
-    """Of which one is carried a round later as another."""
-
-    def layer(carry, w):
-        a, b = carry
-        z = (jnp.sqrt(1 + jnp.abs(a)) + jnp.sqrt(1 + jnp.abs(b))) @ w
-        return (b, z * z * 20), None
-
-    return sum(map(jnp.mean, lax.scan(layer, (h, h), p["each"])[0])) / 1e6
-
-
-# --- selections ---
-
-
-@case(size=10.0)
-def routed_by_top_k(h, p):
-    gates, experts = lax.top_k(jax.nn.softmax(h[:, :4] / 4), 2)
-    chosen = jax.nn.one_hot(experts, 4) * gates[..., None]
-    load = jnp.mean(chosen.sum(1), 0)
-    return jnp.sum(load**2) + jnp.mean(jax.nn.logsumexp(h[:, :4], -1) ** 2)
-
-
-# --- linear algebra and transforms, which stay as they are ---
 
 
 @one_in(2, "case", CASES)
@@ -359,22 +255,10 @@ def test_steps_whose_size_is_a_parameter_are_not_lost():
     assert_close(step(ols.autocast(adapted)), step(adapted), 0.05)
 
 
-OVER_ONE_NUMBER = {
-    "matmul": (lambda x, y: x[:, None] @ y[None], (8,), (4,)),
-    "batch last": (
-        lambda x, y: jnp.einsum("ijb,jkbm->bikm", x, y),
-        (4, 1, 3),
-        (1, 5, 3, 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("product", OVER_ONE_NUMBER.values(), ids=OVER_ONE_NUMBER)
-def test_a_product_over_one_number_stays_in_float32(product):
+def test_a_product_over_one_number_stays_in_float32():
     """As an outer product: it sums nothing, and is as long as its result to compute."""
-    multiply, left, right = product
-    x, y = normal(0, *left, scale=1000) + 0.123, normal(1, *right)
-    loss = lambda x, y: jnp.sum(jnp.sin(multiply(x, y)))
+    x, y = normal(0, 8, scale=1000) + 0.123, normal(1, 4)
+    loss = lambda x, y: jnp.sum(jnp.sin(x[:, None] @ y[None]))
     step = jax.value_and_grad(ols.autocast(loss), (0, 1))
     exact = jax.value_and_grad(loss, (0, 1))(x, y)
     chex.assert_trees_all_close(step(x, y), exact, rtol=1e-4, atol=1e-3)

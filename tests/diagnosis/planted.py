@@ -54,21 +54,6 @@ def squares(x, planted):
     return jnp.mean(hazard(x, planted["the loss"]).astype(jnp.float32) ** 2)
 
 
-class Weights:
-    """Matrices, each from the next seed."""
-
-    def __init__(self):
-        self._seeds = itertools.count()
-
-    def __call__(self, *shape):
-        rng = np.random.default_rng(next(self._seeds))
-        return jnp.asarray(rng.normal(size=shape) * shape[-2] ** -0.5, jnp.float32)
-
-
-def stacked(layers):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-
 # A transformer: embed, blocks of attention and a multi-layer perceptron, head.
 
 
@@ -86,33 +71,16 @@ def transformer_block(p, x, planted):
     return x + place(mlp, "mlp", planted)
 
 
-def transformer_params(join):
-    weights = Weights()
-    block = lambda: {
-        "attn": {"qkv": weights(WIDTH, 3 * WIDTH), "out": weights(WIDTH, WIDTH)},
-        "mlp": {"up": weights(WIDTH, WIDTH), "down": weights(WIDTH, WIDTH)},
-    }
-    blocks = join([block() for _ in range(4)])
-    return {"embed": weights(3, WIDTH), "blocks": blocks, "head": weights(WIDTH, 5)}
-
-
-def transformer(params, x, planted):
+def transformer(params, x, planted, in_a_scan=False):
     p = half(params)
     x = place(x @ p["embed"], "embed", planted)
-    for parts in zip(p["blocks"], planted["blocks"], strict=True):
-        x = transformer_block(parts[0], x, parts[1])
-    return squares(place(normed(x) @ p["head"], "head", planted), planted)
-
-
-def scanned_transformer(params, x, planted):
-    p = half(params)
-    x = place(x @ p["embed"], "embed", planted)
-
-    @jax.checkpoint
-    def block(x, slices):
-        return transformer_block(slices[0], x, slices[1]), None
-
-    x, _ = lax.scan(block, x, (p["blocks"], planted["blocks"]))
+    block = lambda x, parts: (transformer_block(parts[0], x, parts[1]), None)
+    parts = p["blocks"], planted["blocks"]
+    if in_a_scan:
+        x, _ = lax.scan(jax.checkpoint(block), x, parts)
+    else:
+        for of_one in zip(*parts, strict=True):
+            x, _ = block(x, of_one)
     return squares(place(normed(x) @ p["head"], "head", planted), planted)
 
 
@@ -123,14 +91,6 @@ def conv(x, w):
     return lax.conv_general_dilated(
         x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )
-
-
-def conv_params():
-    weights = Weights()
-    block = lambda: {
-        name: weights(3, WIDTH, WIDTH) for name in ("conv1", "conv2", "shortcut")
-    }
-    return {"stem": weights(3, 3, WIDTH), "blocks": [block(), block(), block()]}
 
 
 def conv_net(params, x, planted):
@@ -145,12 +105,6 @@ def conv_net(params, x, planted):
 
 
 # A recurrent net by two scans: over time, inside one over layers.
-
-
-def rnn_params():
-    weights = Weights()
-    layer = lambda: {"inner": weights(WIDTH, WIDTH), "outer": weights(WIDTH, WIDTH)}
-    return {"embed": weights(3, WIDTH), "layers": stacked([layer() for _ in range(3)])}
 
 
 def rnn(params, x, planted):
@@ -178,17 +132,6 @@ def rnn(params, x, planted):
 # variance.
 
 
-def mixture_params():
-    weights = Weights()
-    expert = lambda: {"w1": weights(WIDTH, WIDTH), "w2": weights(WIDTH, WIDTH)}
-    return {
-        "in": weights(3, WIDTH),
-        "router": weights(WIDTH, 4),
-        "ex": [expert() for _ in range(4)],
-        "out": weights(WIDTH, WIDTH),
-    }
-
-
 def mixture(params, x, planted):
     p = half(params)
     x = place(x @ p["in"], "in", planted)
@@ -200,17 +143,9 @@ def mixture(params, x, planted):
     return squares(place(mixed @ p["out"], "out", planted), planted)
 
 
-def autoencoder_params():
-    weights = Weights()
-    names = ("hidden", "mean", "log_variance", "decoder")
-    return {
-        name: {"w": weights(3 if name == "hidden" else WIDTH, WIDTH)} for name in names
-    }
-
-
 def autoencoder(params, x, planted):
     p = half(params)
-    at = lambda x, name: place(x @ p[name]["w"], name, planted)
+    at = lambda x, name: place(x @ p[name], name, planted)
     h = jnp.tanh(at(x, "hidden"))
     mean, log_variance = at(h, "mean"), at(h, "log_variance")
     noise = jnp.linspace(-1, 1, mean.size).reshape(mean.shape).astype(mean.dtype)
@@ -245,51 +180,63 @@ def at(*shape):
     return np.zeros(shape, np.float32)
 
 
-def blocks(*names):
-    return [{name: at() for name in names} for _ in range(3)]
+def blocks(n, *names):
+    return [{name: at() for name in names} for _ in range(n)]
 
 
-TRANSFORMER = {
-    "embed": at(),
-    "blocks": [*blocks("scores", "attn", "mlp")],
-    "head": at(),
-}
-TRANSFORMER["blocks"].append({name: at() for name in ("scores", "attn", "mlp")})
+def is_shape(x):
+    return isinstance(x, tuple)
+
+
+SQUARE = (WIDTH, WIDTH)
+ATTENTION = {"qkv": (WIDTH, 3 * WIDTH), "out": SQUARE}
+BLOCK = {"attn": ATTENTION, "mlp": {"up": SQUARE, "down": SQUARE}}
+STACKED = jax.tree.map(lambda shape: (4, *shape), BLOCK, is_leaf=is_shape)
+IN_A_BLOCK = "scores", "attn", "mlp"
+KERNEL = (3, WIDTH, WIDTH)
+IN_A_STEP = {"pre": at(3, LENGTH), "hidden": at(3, LENGTH)}
+# Of each the loss, the shapes of its parameters, and its places.
 MODELS = {
-    "transformer": (transformer, transformer_params(list), TRANSFORMER),
+    "transformer": (
+        transformer,
+        {"embed": (3, WIDTH), "blocks": [BLOCK] * 4, "head": (WIDTH, 5)},
+        {"embed": at(), "blocks": blocks(4, *IN_A_BLOCK), "head": at()},
+    ),
     "scanned transformer": (
-        scanned_transformer,
-        transformer_params(stacked),
-        {
-            "embed": at(),
-            "blocks": {name: at(4) for name in ("scores", "attn", "mlp")},
-            "head": at(),
-        },
+        functools.partial(transformer, in_a_scan=True),
+        {"embed": (3, WIDTH), "blocks": STACKED, "head": (WIDTH, 5)},
+        {"embed": at(), "blocks": {name: at(4) for name in IN_A_BLOCK}, "head": at()},
     ),
     "conv net, accumulated": (
         functools.partial(accumulated, conv_net),
-        conv_params(),
-        {"stem": at(), "blocks": blocks("conv1", "conv2", "shortcut", "sum")},
+        {
+            "stem": (3, 3, WIDTH),
+            "blocks": [dict.fromkeys(("conv1", "conv2", "shortcut"), KERNEL)] * 3,
+        },
+        {"stem": at(), "blocks": blocks(3, "conv1", "conv2", "shortcut", "sum")},
     ),
     "rnn": (
         rnn,
-        rnn_params(),
         {
-            "embed": at(),
-            "layers": {
-                "steps": {"pre": at(3, LENGTH), "hidden": at(3, LENGTH)},
-                "sum": at(3),
-            },
+            "embed": (3, WIDTH),
+            "layers": {"inner": (3, *SQUARE), "outer": (3, *SQUARE)},
         },
+        {"embed": at(), "layers": {"steps": IN_A_STEP, "sum": at(3)}},
     ),
     "mixture of experts, vmapped": (
         functools.partial(vmapped, mixture),
-        mixture_params(),
+        {
+            "in": (3, WIDTH),
+            "router": (WIDTH, 4),
+            "ex": [{"w1": SQUARE, "w2": SQUARE}] * 4,
+            "out": SQUARE,
+        },
         {"in": at(), "router": at(), "ex": [at()] * 4, "out": at()},
     ),
     "autoencoder": (
         autoencoder,
-        autoencoder_params(),
+        {"hidden": (3, WIDTH)}
+        | dict.fromkeys(("mean", "log_variance", "decoder"), SQUARE),
         {name: at() for name in ("hidden", "mean", "log_variance", "z", "decoder")},
     ),
 }
@@ -302,12 +249,15 @@ def key_of(entry):
 
 def with_fault(model, path=(), turn=(), kind=None):
     """The loss function of a model, and its inputs with one fault or none."""
-    loss_fn, params, places = MODELS[model]
+    loss_fn, shapes, places = MODELS[model]
     planted = jax.tree.map(np.copy, places) | {"the loss": at(), "divergence": at()}
     if path:
         inside = functools.reduce(lambda tree, key: tree[key_of(key)], path, planted)
         inside[turn] = KINDS[kind]
-    x = np.random.default_rng(7).normal(size=(BATCH, LENGTH, 3))
+    rng = np.random.default_rng(7)
+    weight = lambda shape: jnp.float32(rng.normal(size=shape) * shape[-2] ** -0.5)
+    params = jax.tree.map(weight, shapes, is_leaf=is_shape)
+    x = rng.normal(size=(BATCH, LENGTH, 3))
     return loss_fn, params, jnp.asarray(x, jnp.float16), planted
 
 

@@ -303,17 +303,6 @@ def test_the_table_has_a_row_for_each_equation_with_its_line_and_layer():
     assert str(rows[0]).startswith("dot_general at ")
 
 
-@pytest.mark.parametrize("name", ["block", "while", "my layer", "a:b"])
-def test_a_scope_of_the_users_may_have_any_name(name):
-    def loss_fn(w, x):
-        with jax.named_scope(name):
-            y = w.astype(F16) * x * F16(3e4)
-        return jnp.mean(y.astype(F32))
-
-    report = ols.diagnose(loss_fn, jnp.full(4, 10.0), jnp.ones(4, F16))
-    assert report.suspects[0].layer == name
-
-
 def test_the_plot_shades_what_float16_does_not_hold():
     pytest.importorskip("matplotlib").use("agg")
     report = ols.diagnose(attention, W, X)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import planted
-import pytest
-from models import F16, F32, normal, square
+from models import F16, F32, half, normal, square
 from pairs import product, quick
 
 import optax_lossscale as ols
@@ -39,7 +38,7 @@ def test_the_line_that_16_bits_spoil_is_the_first_or_second_suspect(make):
     assert any(line in row.line for row in named(ols.diagnose(*make())))
 
 
-@quick("model", models.HEALTHY, "perceptron", "attention", "batch norm", "lstm")
+@quick("model", models.HEALTHY, "attention", "batch norm", "lstm")
 def test_a_sound_model_has_no_suspect(model):
     report = ols.diagnose(*model())
     assert report.suspects == ()
@@ -50,14 +49,10 @@ def test_a_sound_model_has_no_suspect(model):
 
 # As 0.4.0 found them, and a search: exponents of two.
 SCALES = {
-    "perceptron": 13,
     "deep": 17,
     "embedding": 14,
     "sparse embedding": 15,
     "attention": 18,
-    "convolution": 12,
-    "normalized": 14,
-    "mixture": 13,
     "graph": 17,
     "lstm": 15,
     "stack": 13,
@@ -66,7 +61,7 @@ SCALES = {
 }
 
 
-@quick("model", {model: model for model in SCALES}, "perceptron", "embedding", "gate")
+@quick("model", {model: model for model in SCALES}, "deep", "embedding", "gate")
 def test_the_scale_that_fits_is_two_bits_below_the_largest(model):
     report = ols.diagnose(*models.HEALTHY[model]())
     assert report.initial_scale == 2.0 ** SCALES[model]
@@ -88,47 +83,30 @@ def test_what_is_lost_is_what_becomes_zero():
 # --- which of several lines, and which iteration ---
 
 
-def steps_of(body, **how):
-    """A loss over layers in a scan, in 16 bits."""
-
-    def loss_fn(params, x):
-        def step(c, w):
-            return body(c, w), c.sum()
-
-        y, sums = jax.lax.scan(step, x.astype(F16), params.astype(F16), **how)
-        return square(y) + jnp.mean(sums.astype(F32)) * 1e-3
-
-    return loss_fn
-
-
 def overflowing(c, w):
     """Only where the weights are large."""
     return jnp.tanh(c @ w) * w[0, 0] * w[0, 0]
 
 
-LAYERS = normal(6, 8, 8, scale=0.3).at[:, 0, 0].set(1.0)
 BODIES = {
-    "scan": overflowing,
-    "remat": jax.checkpoint(overflowing),
     "jit": jax.jit(overflowing),
     "cond": lambda c, w: jax.lax.cond(c[0, 0] > 100, lambda c, w: c, overflowing, c, w),
-    "scan in a scan": lambda c, w: jax.lax.scan(
-        lambda c, i: (jnp.where(i == 1, overflowing(c, w), c), None), c, jnp.arange(2)
-    )[0],
 }
 
 
 @product(reverse={"forward": False, "reverse": True}, body=BODIES)
 def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
-    faulty = LAYERS.at[3, 0, 0].set(3e3)
-    report = ols.diagnose(
-        steps_of(body, reverse=reverse), faulty, normal(4, 8, scale=1)
-    )
-    suspect = report.suspects[0]
+    def loss_fn(params, x):
+        step = lambda c, w: (body(c, w), c.sum())
+        y, sums = jax.lax.scan(step, x.astype(F16), half(params), reverse=reverse)
+        return square(y) + jnp.mean(sums.astype(F32)) * 1e-3
+
+    layers = normal(6, 8, 8, scale=0.3).at[:, 0, 0].set(1.0).at[3, 0, 0].set(3e3)
+    suspect = ols.diagnose(loss_fn, layers, normal(4, 8, scale=1)).suspects[0]
     line = overflowing.__code__.co_firstlineno + 2
     assert suspect.cause == "overflows"
     assert f"test_suspects.py:{line} " in suspect.line
-    assert suspect.iterations[0] == 3
+    assert suspect.iterations == (3,)
     assert "iteration 3" in str(suspect)
 
 
@@ -168,33 +146,15 @@ def test_a_mask_is_no_suspect():
     assert report.suspects[0].operation == "mul"
 
 
-ROUNDED_TO_A_POLE = {
-    "erf_inv": jax.lax.erf_inv,
-    "arctanh": jnp.arctanh,
-    "log1p": lambda x: jnp.log1p(-x),
-}
-
-
-@pytest.mark.parametrize("function", ROUNDED_TO_A_POLE.values(), ids=ROUNDED_TO_A_POLE)
-def test_of_a_pole_what_made_the_operand_is_named(function):
+def test_of_a_pole_what_made_the_operand_is_named():
     def loss_fn(p, x):
         y = (p * x).astype(F16)
-        return jnp.sum(function(y).astype(F32))
+        return jnp.sum(jnp.arctanh(y).astype(F32))
 
     report = ols.diagnose(loss_fn, F32(0.9999), jnp.ones(1))
     line = loss_fn.__code__.co_firstlineno + 1
     assert report.suspects[0].cause == "overflows"
     assert any(f":{line} " in row.line for row in report.suspects[0].products)
-
-
-def test_of_products_that_cancel_keeping_them_helps():
-    loss_fn, params, x = models.small_difference_of_large_numbers()
-    suspect = ols.diagnose(loss_fn, params, x).suspects[0]
-    assert [row.operation for row in suspect.products] == ["dot_general"]
-    kept = lambda params, x: square(
-        jnp.dot(x, params["w"], precision="highest") - x.sum(-1, keepdims=True)
-    )
-    assert ols.diagnose(ols.autocast(kept), params, x).suspects == ()
 
 
 def test_where_no_one_scale_fits_the_layer_is_named():

@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pairs import one_in, quick
+from pairs import one_in
 
 import optax_lossscale as ols
 
@@ -29,14 +29,12 @@ X, Y = jax.random.normal(KEYS[1], (8, 4)), jax.random.normal(KEYS[2], (8, 3))
 INNER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
 LOSS_SCALE = ols.DynamicLossScale(2.0**8)
 TX = ols.with_loss_scale(INNER, LOSS_SCALE)
-HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
 KEPT = "where_applied"
 CHANGED = "an overflow changed it"
 APPLIED = "the step is applied despite an overflow"
 AT_NAN = "the step is applied despite a NaN in argument"
 NOT_ADAPTED = "the step does not adapt its loss scale"
 NAN = "a NaN in argument 3 changed it"
-NOT_FOUND = None
 
 
 def loss_fn(params, x, y):
@@ -122,32 +120,21 @@ def gradients_that_are_not_finite(right):
 def gradients_zeroed_by_hand(right):
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
-        loss_scale, finite = state.loss_scale.update(
-            grads := state.loss_scale.unscale(grads)
-        )
+        grads = state.loss_scale.unscale(grads)
+        loss_scale, finite = state.loss_scale.update(grads)
         zeroed = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
-        updates, inner_state = INNER.update(zeroed, state.inner_state, params)
-        new = optax.apply_updates(params, updates), inner_state
-        params, inner_state = (
-            optax.tree.where(finite, new, (params, state.inner_state)) if right else new
-        )
-        count = state.skipped_steps + 1 - finite
+        updates, inner = INNER.update(zeroed, state.inner_state, params)
+        old = params, state.inner_state
+        new = optax.apply_updates(params, updates), inner
+        params, inner = optax.tree.where(finite | (not right), new, old)
+        skipped = state.skipped_steps + 1 - finite
         state = state._replace(
             loss_scale=loss_scale,
-            inner_state=inner_state,
+            inner_state=inner,
             should_apply=finite,
-            skipped_steps=count,
+            skipped_steps=skipped,
         )
         return params, state, loss
-
-    return jax.jit(step), (*begun(TX), X, Y)
-
-
-@step_of(NOT_ADAPTED, "comes back as it was given")
-def old_loss_scale(right):
-    def step(params, state, x, y):
-        loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
-        return params, new if right else new._replace(loss_scale=state.loss_scale), loss
 
     return jax.jit(step), (*begun(TX), X, Y)
 
@@ -161,30 +148,20 @@ def old_state(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-def with_momentum(right):
-    """Outside of the wrapper, if not right."""
+@step_of(CHANGED, "result[1][1].trace['w']", KEPT)
+def momentum_after_the_wrapper(right):
     outside = optax.trace(0.9)
     tx = ols.with_loss_scale(optax.chain(INNER, outside), LOSS_SCALE)
     tx = tx if right else optax.chain(TX, outside)
 
+    @jax.jit
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss
 
-    return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
-
-
-@step_of(CHANGED, "result[1][1].trace['w']", KEPT)
-def momentum_after_the_wrapper(right):
-    step, arguments = with_momentum(right)
-    params, state, _ = step(*arguments)
+    params, state, _ = step(PARAMS, tx.init(PARAMS), X, Y)  # it has a moment
     return step, (params, state, X, Y)
-
-
-@step_of(NOT_FOUND)
-def momentum_after_the_wrapper_before_the_first_step(right):
-    return with_momentum(right)
 
 
 @step_of(NOT_ADAPTED, "comes back as it was given, or as it always is")
@@ -195,18 +172,6 @@ def a_loss_scale_made_anew(right):
         return params, state._replace(loss_scale=loss_scale), loss
 
     return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
-
-
-@step_of(AT_NAN, "nan_to_num", nan_in=2)
-def gradients_that_are_not_scaled_and_not_finite(right):
-    tx = ols.with_loss_scale(INNER, None)
-
-    def step(params, state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        grads = grads if right else jax.tree.map(jnp.nan_to_num, grads)
-        return *tx.apply_gradients(grads, state, params), loss
-
-    return jax.jit(step), (*begun(tx), X, Y)
 
 
 @step_of(AT_NAN, "skip=None", nan_in=0)
@@ -235,28 +200,6 @@ def statistics_that_are_kept_at_an_overflow_alone(right):
 
     params, state = begun(TX)
     return jax.jit(step), (params, jnp.zeros(4), state, X, Y)
-
-
-@step_of(CHANGED, "result[1]['w']", KEPT)
-def master_weights_multi_steps_and_an_average(right):
-    tx = ols.with_loss_scale(
-        ols.with_master_weights(optax.MultiSteps(INNER, 2).gradient_transformation())
-    )
-
-    def step(params, ema, state, key, x, y):
-        key, now = jax.random.split(key)
-        loss, params, state = tx.minimize(
-            autocast_loss, state, params, x + jax.random.normal(now), y
-        )
-        return (
-            params,
-            kept_if(right, state, average(ema, params), ema),
-            state,
-            key,
-            loss,
-        )
-
-    return jax.jit(step), (HALF, HALF, tx.init(HALF), jax.random.key(1), X, Y)
 
 
 @step_of(CHANGED, "result[1]['mean']", KEPT)
@@ -311,26 +254,10 @@ def batch_norm_of_nnx(right):
     return step, (model, optimizer, X, Y)
 
 
-QUICK = (
-    "average_of_parameters",
-    "gradients_that_are_not_finite",
-    "old_loss_scale",
-    "a_loss_scale_made_anew",
-    "old_state",
-    "momentum_after_the_wrapper",
-    "tokens_without_a_loss_scale",
-    "under_shard_map",
-    "batch_norm_of_nnx",
-)
-
-
-@quick("name", [*STEPS], *QUICK)
+@one_in(2, "name", [*STEPS])
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
     make, found, said, options = STEPS[name]
     step, arguments = make(right=False)
-    if found is NOT_FOUND:
-        ols.testing.assert_survives_overflow(step, *arguments, **options)
-        return
     with pytest.raises(AssertionError) as error:
         ols.testing.assert_survives_overflow(step, *arguments, **options)
     assert all(text in str(error.value) for text in (found, *said)), str(error.value)
@@ -360,11 +287,10 @@ def replicated_step(axis_name="data", mean=True, mapped="pmap", name="data"):
         batch = X.reshape(2, 4, 4), Y.reshape(2, 4, 3)
         return jax.pmap(step, axis_name=name), *given, *batch
     mesh = jax.make_mesh((2,), (name,), axis_types=(AxisType.Auto,))
-    specs = {
-        "in_specs": (P(), P(), P(name), P(name)),
-        "out_specs": (P(), P(), P(name)),
-    }
-    step = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+    specs = (P(), P(), P(name), P(name)), (P(), P(), P(name))
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+    )
     return jax.jit(step), *given, X, Y
 
 
