@@ -110,9 +110,6 @@ def test_construction_needs_no_backend():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Configuration
-
-
 def test_a_class_under_the_name_of_one_of_ours_goes_by_its_module_too():
     class DynamicLossScale(ols.LossScale):
         def adjust(self, grads_finite):
@@ -134,9 +131,6 @@ def test_the_last_class_of_a_name_has_it():
 
     first, last = define(1), define(2)
     assert type(ols.LossScale.from_config(first().get_config())) is last
-
-
-# scale and unscale
 
 
 def test_float64_keeps_its_precision():
@@ -173,9 +167,6 @@ def test_powers_of_two_unscale_exactly(log2):
 def test_unscaling_float16_does_not_underflow_again():
     smallest = jnp.array([2.0**-24], jnp.float16)
     assert ols.FixedLossScale(2**15).unscale(smallest) == 2.0**-39
-
-
-# update
 
 
 @each

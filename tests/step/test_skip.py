@@ -227,9 +227,6 @@ def test_steps_are_differentiated_as_without_a_rule_and_the_rule_is_not():
     assert tangents.skip_rule.norms == tangents.gradient_norm == 0
 
 
-# Several members, replicas, devices
-
-
 REPLICAS = 4
 
 
