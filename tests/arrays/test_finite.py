@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from optax_lossscale._arrays.finite import largest, norm_and_all_finite
-from optax_lossscale._arrays.replicas import on_all_replicas, reduce_replicas
+from optax_lossscale._arrays.replicas import reduce_replicas
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 QUICK = ["float16", "float32", "complex64", "float8_e4m3fn"]
@@ -190,12 +190,6 @@ def test_finds_what_is_planted_in_sharded_arrays(spec, axis_type):
         planted = x.copy()
         planted[i, 5 * i % 12] = np.nan
         assert_not_finite(check_of("cpu")([place(planted)]))
-
-
-@pytest.mark.parametrize("no_axis", [None, ()])
-def test_without_an_axis_a_flag_is_left_as_it_is(no_axis):
-    flag = jnp.array(True)
-    assert on_all_replicas(flag, no_axis) is flag
 
 
 def test_an_error_of_a_reduction_is_not_blamed_on_the_axis():
