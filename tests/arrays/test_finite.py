@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -17,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from optax_lossscale._arrays.finite import largest, norm_and_all_finite
-from optax_lossscale._arrays.replicas import on_all_replicas, reduce_replicas
+from optax_lossscale._arrays.replicas import reduce_replicas
 
 PLATFORMS = ["cpu", "cuda", "tpu"]
 QUICK = ["float16", "float32", "complex64", "float8_e4m3fn"]
-SLOW = ["bfloat16", "float64", "float8_e3m4", "float8_e4m3", "float8_e5m2"]
-SLOW += ["float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+SLOW = ["bfloat16", "float64", "float8_e5m2", "float8_e4m3fnuz"]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 each_platform = pytest.mark.parametrize("platform", PLATFORMS)
 each_dtype = pytest.mark.parametrize("dtype", [*QUICK, *map(slow, SLOW)])
@@ -169,14 +167,6 @@ def test_the_norm_is_right_of_leaves_of_any_size(platform, shapes):
     np.testing.assert_allclose(norm, expected, rtol=3e-3 if is_rough else 1e-5)
 
 
-@pytest.mark.about_cpus
-@pytest.mark.parametrize("size", [1_000_003, 2 * 500_009], ids=str)
-def test_the_norm_takes_no_memory_of_the_size_of_a_leaf(size):
-    leaf = jax.ShapeDtypeStruct((size,), jnp.float32)
-    compiled = jax.jit(norm_and_all_finite).lower(leaf).compile(AS_USERS_DO)
-    assert compiled.memory_analysis().temp_size_in_bytes < size / 100
-
-
 @each_platform
 def test_squares_that_are_more_than_float32_holds_make_the_norm_infinite(platform):
     *_, norm, finite = check_of(platform)({"w": jnp.array([2.0**70, 1.0])})
@@ -200,29 +190,6 @@ def test_finds_what_is_planted_in_sharded_arrays(spec, axis_type):
         planted = x.copy()
         planted[i, 5 * i % 12] = np.nan
         assert_not_finite(check_of("cpu")([place(planted)]))
-
-
-@pytest.mark.about_cpus
-@pytest.mark.parametrize("check", [ols.all_finite, largest])
-def test_devices_exchange_results_and_no_leaves_where_only_in_shardings_places_them(
-    check,
-):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    shardings = [NamedSharding(mesh, spec) for spec in (P("data"), P(None, "data"))]
-    leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * len(shardings)
-    lowered = jax.jit(check, in_shardings=(shardings,)).lower(leaves)
-    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-    program = lowered.compile().as_text()
-    sent = re.findall(rf" = (.*?) (?:{kinds})(?:-start)?\(", program)
-    assert sent
-    for lengths in re.findall(r"\w\[([\d,]+)\]", " ".join(sent)):
-        assert np.prod([int(n) for n in lengths.split(",")]) <= 4
-
-
-@pytest.mark.parametrize("no_axis", [None, ()])
-def test_without_an_axis_a_flag_is_left_as_it_is(no_axis):
-    flag = jnp.array(True)
-    assert on_all_replicas(flag, no_axis) is flag
 
 
 def test_an_error_of_a_reduction_is_not_blamed_on_the_axis():

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ class Under(skips.SkipRule):
 
 MADE = {
     "fixed": lambda: ols.FixedLossScale(128),
-    "dynamic": lambda: ols.DynamicLossScale(growth_interval=3),
+    "dynamic": lambda: ols.DynamicLossScale(np.float32(8), growth_interval=np.int64(3)),
     "headroom": ols.HeadroomLossScale,
     "own": lambda: Creeping(8.0, rate=2.0),
     "spikes": skips.spikes,
@@ -135,11 +134,6 @@ def test_one_is_made_anew_from_its_config_through_json(make):
 def test_one_is_pickled_and_copied(make):
     after = moved(make())
     assert pickle.loads(pickle.dumps(after)) == copy.deepcopy(after) == after
-
-
-@each
-def test_what_is_printed_can_be_read_by_the_user(make):
-    assert not re.search(r"\b_", repr(moved(make())))
 
 
 def test_what_is_printed_is_the_configuration_and_the_state():

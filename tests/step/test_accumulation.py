@@ -62,19 +62,6 @@ def test_the_loss_scale_adapts_from_micro_batch_to_micro_batch():
     assert scales == [1024, 512, 512, 512, 512, 1024]
 
 
-def test_accumulation_is_the_large_batch():
-    """Four micro-batches of two are one batch of eight, where the arithmetic is exact."""
-    x = jnp.arange(16.0).reshape(8, 2) / 16
-    inner = optax.sgd(0.125)
-    tx = ols.with_loss_scale(optax.MultiSteps(inner, 4))
-    params, state = PARAMS, tx.init(PARAMS)
-    for micro in x.reshape(4, 2, 2):
-        _, params, state = tx.minimize(loss_fn, state, params, micro)
-    grads = jax.grad(loss_fn)(PARAMS, x)
-    expected = optax.apply_updates(PARAMS, inner.update(grads, inner.init(PARAMS))[0])
-    chex.assert_trees_all_close(params, expected, rtol=1e-6)
-
-
 OUTSIDE = {
     "alone": lambda tx: tx,
     "chain": lambda tx: optax.chain(optax.clip(1.0), tx),

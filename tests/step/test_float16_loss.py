@@ -86,11 +86,3 @@ def test_what_the_warning_says_is_so():
     assert not jnp.isfinite(grads).any()
     _, grads = ols.value_and_scaled_grad(loss_in(jnp.float32), 65520)(small)
     assert jnp.isfinite(grads).all()
-
-
-def test_diagnose_does_not_warn_and_what_is_traced_afterwards_does():
-    loss_fn = jax.jit(lambda p, x: ols.scale_gradient(jnp.sum(p * x), 2.0**16))
-    inputs = jnp.ones(3, jnp.float16), jnp.ones(3, jnp.float16)
-    ols.diagnose(loss_fn, *inputs)
-    with pytest.warns(UserWarning, match="the loss is float16"):
-        loss_fn(*inputs)

@@ -50,9 +50,3 @@ def test_takes_the_options_of_value_and_grad():
 
 def test_is_named_as_the_function():
     assert ols.value_and_scaled_grad(loss_fn, LS).__name__ == "loss_fn"
-
-
-def test_evaluates_abstractly():
-    shapes = jax.eval_shape(ols.value_and_scaled_grad(loss_fn, LS), PARAMS)
-    assert shapes[0].shape == ()
-    chex.assert_trees_all_equal_shapes_and_dtypes(shapes[1], PARAMS)

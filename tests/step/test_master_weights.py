@@ -81,18 +81,6 @@ def test_training_is_that_of_a_float32_copy_to_the_bit(dtype):
 
 
 @each_way
-@each_dtype
-def test_with_loss_scaling_parameters_are_the_rounding_of_the_weights(dtype, way):
-    params = cast(PARAMS, dtype)
-    tx = ols.with_loss_scale(ols.with_master_weights(optax.adamw(1e-4)), 1)
-    step, state = jax.jit(way(tx)), tx.init(params)
-    for n in range(20):
-        params, state = step(gradients(params, n), state, params)
-        weights = state.inner_state.weights(params)
-        chex.assert_trees_all_equal(params, rounded(weights, dtype))
-
-
-@each_way
 def test_a_skipped_step_leaves_the_master_weights_bit_for_bit(way):
     params = cast(PARAMS, jnp.bfloat16)
     tx = ols.with_loss_scale(ols.with_master_weights(optax.adam(1e-2)))
@@ -200,14 +188,6 @@ def test_an_infinite_parameter_stays_and_a_nan_spreads_to_no_other():
 
 
 # What is around it and inside
-
-
-def test_each_of_an_ensemble_is_trained_as_alone():
-    params = {"w": jnp.array([[1.0, 2.0], [-3.0, 0.5]], jnp.bfloat16)}
-    run = lambda p: trained(ols.with_master_weights(optax.sgd(STEP)), p, 2 * [1.0])
-    alone = [run(jax.tree.map(lambda p, n=n: p[n], params)) for n in range(2)]
-    expected = jax.tree.map(lambda *x: jnp.stack(x), *alone)
-    chex.assert_trees_all_equal(jax.vmap(run)(params), expected)
 
 
 AROUND = {

@@ -5,7 +5,6 @@ import gc
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -117,15 +116,3 @@ def test_what_a_skipped_step_returns_may_be_donated():
     consumed = jax.jit(plus_1, donate_argnums=0)((updates, skipped.inner_state))
     chex.assert_trees_all_equal(consumed[0], jax.tree.map(jnp.ones_like, PARAMS))
     chex.assert_trees_all_equal(state.inner_state, tx.init(PARAMS).inner_state)
-
-
-def test_a_step_is_differentiable():
-    """Through the learning rate, where gradients are traced and the decision is not."""
-
-    def after(rate):
-        tx = ols.with_loss_scale(optax.sgd(rate), LS)
-        grads = jax.tree.map(lambda p: 1024 * p, PARAMS)
-        params, _ = tx.apply_gradients(grads, tx.init(PARAMS), PARAMS)
-        return params["w"].sum()
-
-    np.testing.assert_allclose(jax.grad(after)(0.5), -PARAMS["w"].sum(), rtol=1e-6)

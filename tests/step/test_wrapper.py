@@ -70,23 +70,12 @@ def test_counters_stop_at_the_int32_maximum():
     assert (state.skipped_steps, state.consecutive_skipped_steps) == (most, most)
 
 
-def test_skipped_updates_are_zero():
-    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
-    updates, _ = tx.update(OVERFLOW, tx.init(PARAMS))
-    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
-
-
 def test_unscales_by_the_scale_that_scaled():
     ls = ols.DynamicLossScale(initial_scale=8, growth_interval=1)
     tx = ols.with_loss_scale(optax.sgd(1.0), ls)
     params, state = stepped(tx, jnp.array(8.0), jnp.array(0.0))
     assert params == -1
     assert state.loss_scale() == 16
-
-
-def test_a_clip_inside_clips_true_gradients():
-    tx = ols.with_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 1024)
-    assert stepped(tx, jnp.array(512.0), jnp.array(0.0))[0] == -0.5
 
 
 def test_a_division_that_overflows_is_an_overflow():
@@ -195,14 +184,6 @@ def test_what_init_returns_may_be_donated(loss_scale):
     assert tx.init(PARAMS).loss_scale == first
 
 
-def test_evaluates_abstractly():
-    tx = ols.with_loss_scale(optax.adamw(1e-3), LS)
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), PARAMS)
-    state = jax.eval_shape(tx.init, params)
-    out = jax.eval_shape(tx.apply_gradients, params, state, params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(out, (params, state))
-
-
 def test_nothing_waits_for_the_device():
     tx = ols.with_loss_scale(optax.adamw(1e-3), LS)
     params, state = jax.tree.map(jnp.array, PARAMS), tx.init(PARAMS)
@@ -262,18 +243,6 @@ def test_trees_with_none_and_empty_trees_keep_their_structure():
 # Copies of the transformation
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda tx: jax.tree.map(lambda x: x, tx)]
-)
-def test_a_copy_takes_the_same_step(copied):
-    tx = ols.with_loss_scale(optax.adam(1e-2), LS)
-    same = copied(tx)
-    assert type(same) is ols.LossScaledTransformation
-    chex.assert_trees_all_equal(
-        stepped(same, PARAMS, PARAMS), stepped(tx, PARAMS, PARAMS)
-    )
-
-
 def init_nothing(params):
     return optax.EmptyState()
 
@@ -282,10 +251,20 @@ def halve(updates, state, params=None):
     return jax.tree.map(lambda u: -0.5 * u, updates), state
 
 
-def test_what_is_made_of_module_level_functions_can_be_pickled():
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "tree.map": lambda tx: jax.tree.map(lambda x: x, tx),
+    "pickle": lambda tx: pickle.loads(pickle.dumps(tx)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_takes_the_same_step(copied):
+    """As what it is made of can be copied: Optax's own functions cannot be pickled."""
     inner = optax.GradientTransformation(init_nothing, halve)
     tx = ols.with_loss_scale(inner, LS, mask={"w": True, "b": False})
-    same = pickle.loads(pickle.dumps(tx))
+    same = copied(tx)
+    assert type(same) is ols.LossScaledTransformation
     chex.assert_trees_all_equal(
         stepped(same, PARAMS, PARAMS), stepped(tx, PARAMS, PARAMS)
     )
@@ -336,10 +315,6 @@ def test_a_loss_scale_with_an_update_of_its_own_decides():
 MISTAKEN = {
     "adjust returns None": (
         {"adjust": lambda self, finite: None},
-        r"Own\.adjust returns must have the class and configuration of",
-    ),
-    "adjust returns another": (
-        {"adjust": lambda self, finite: LS},
         r"Own\.adjust returns must have the class and configuration of",
     ),
     "adjust changes a shape": (

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _autocast, _gpu_steps, _hlo, _targets, _ways
+from benchmarks import _autocast, _hlo, _targets, _ways
 from benchmarks._compiled import Case
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
@@ -47,21 +47,21 @@ def mlp(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def compile_for(placement, function, *args, donate=()):
+def compile_for(placement, function, *args):
     placed = _targets.place(args, placement)
-    jitted = jax.jit(function, donate_argnums=donate)
+    jitted = jax.jit(function, donate_argnums=(0, 1))
     return _hlo.of(jitted.lower(*placed).compile())
 
 
 def optimizer_step(way, target, dtype):
     grads = [struct(*p.shape, dtype=dtype) for p in PARAMS]
     args = PARAMS, jax.eval_shape(way.init, PARAMS), grads
-    return compile_for(target.device(), way.step, *args, donate=(0, 1))
+    return compile_for(target.device(), way.step, *args)
 
 
 def whole_step(way, target):
     args = PARAMS, jax.eval_shape(way.init, PARAMS), BATCH
-    return compile_for(target.device(), way.train(mlp), *args, donate=(0, 1))
+    return compile_for(target.device(), way.train(mlp), *args)
 
 
 @functools.cache
@@ -89,7 +89,6 @@ def _compiler(request):
 over_h100 = over_targets(_targets.H100)
 over_two = over_targets(_targets.H100, _targets.V5E)
 over_doors = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 over_skips = pytest.mark.parametrize(
     "skip", ["nonfinite", ols.skips.spikes()], ids=["check", "rule"]
 )
@@ -105,7 +104,7 @@ def test_the_optimizer_step_stays_in_place(target, door, loss_scale):
 
 
 @over_h100
-@over_dtypes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @over_skips
 @over_doors
 @pytest.mark.parametrize(("inner", "reads"), [(ADAMW, 1), (CLIPPED, 0)])
@@ -205,21 +204,6 @@ def test_a_transformer_sends_what_it_does_with_a_cast_by_hand(target):
     assert ours.sent + ours.summed <= 1.5 * (by_hand.sent + by_hand.summed)
 
 
-ON_A_SMALL_CARD = 4 * 2**30  # bytes
-
-
-@over_targets(_targets.T4)
-@pytest.mark.parametrize("way", _gpu_steps.WAYS)
-@pytest.mark.parametrize("model", _gpu_steps.MODELS)
-def test_the_models_of_a_gpus_report_fit(target, way, model):
-    train = _gpu_steps.train_step(model, way)
-    state = jax.eval_shape(train.init, train.params)
-    placed = _targets.place((train.params, state, *train.batch), target.device())
-    with target.as_default():
-        program = jax.jit(train.step, donate_argnums=(0, 1)).lower(*placed).compile()
-    assert _gpu_steps.planned(program) <= ON_A_SMALL_CARD
-
-
 @over_h100
 @pytest.mark.parametrize(
     ("section", "program", "row"),
@@ -232,8 +216,4 @@ def test_a_section_compiles_its_programs_and_prints_its_table(
     argv += ["--only", program, "--on", target.name]
     monkeypatch.setattr(sys, "argv", argv)
     runpy.run_module("benchmarks", run_name="__main__")
-    printed = capsys.readouterr().out
-    assert f"\n| {row} | " in printed
-    monkeypatch.setattr(sys, "argv", [*argv, "--report"])
-    runpy.run_module("benchmarks", run_name="__main__")
-    assert capsys.readouterr().out.strip() in printed
+    assert f"\n| {row} | " in capsys.readouterr().out

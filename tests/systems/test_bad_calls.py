@@ -55,124 +55,75 @@ def sam_around_the_wrapper():
 
 WRAPPER = {
     "ols.with_loss_scale(1e-3)": "TypeError: an Optax gradient transformation",
-    "ols.with_loss_scale(None)": "TypeError: an Optax gradient transformation",
     "ols.with_loss_scale(optax.adam)": "TypeError: init and update",
-    "ols.with_loss_scale('dynamic', SGD)": "TypeError: inner must be",
-    "ols.with_master_weights(optax.adam)": "TypeError: init and update",
-    "ols.with_loss_scale(SGD, 'auto')": "ValueError: 'dynamic'",
-    "ols.with_loss_scale(SGD, ols.DynamicLossScale)": "ValueError: a LossScale",
     "ols.with_loss_scale(SGD, 0)": "ValueError: loss_scale must be a number between",
     "ols.with_loss_scale(SGD, branch='switch')": "ValueError: 'cond', 'select', or None",
     "ols.with_loss_scale(SGD, skip='spikes')": "ValueError: 'nonfinite', or a rule such as",
-    "ols.with_loss_scale(SGD, skip=ols.skips.spikes)": "ValueError: 'nonfinite', or a rule",
-    "ols.skip_nonfinite(SGD, branch='switch')": "ValueError: 'cond', 'select', or None",
     "ols.with_loss_scale(TX).init(PARAMS)": "ValueError: a part of inner is wrapped",
-    "ols.with_loss_scale(SGD, mask='x')": "ValueError: tree of bools",
     "ols.with_loss_scale(SGD, mask={'w': 1})": "ValueError: tree of bools",
-    "step(mask=lambda grads: 'x')": "ValueError: tree of bools",
     "step(mask={'v': True})": "ValueError: a prefix of the gradients",
     "step(axis_name='data')": "ValueError: jit alone, leave axis_name out",
     "step(axis_name=3)": "ValueError: axis_name=3 is not an axis",
     "TX.init(loss_fn)": "TypeError: must be a tree of arrays",
     "TX.init({'a': {'b': 'x'}})": "TypeError: at a/b is 'x'",
-    "TX.init({'dtype': jnp.float32})": "TypeError: at dtype",
     "TX.update(STATE, PARAMS)": "TypeError: order of the arguments",
-    "step(state=PARAMS, params=STATE)": "TypeError: order of the arguments",
     "step(state=None)": "TypeError: LossScaleState that this",
-    "step(state=STATE.inner_state)": "TypeError: LossScaleState that this",
     "step(state=RESTORED)": "ValueError: Restore a checkpoint into",
-    "step(state=STACK)": "ValueError: the state is a stack of shape (4,), as made by vmap",
     "step(params=None)": "ValueError: needs the parameters",
     "step({'v': 1.0})": "ValueError: must have the structure of",
-    "step((1.0, PARAMS))": "ValueError: must have the structure of",
     "step({'w': 'x'})": "TypeError: the gradients must be a tree",
-    "step({'w': {'v': jnp.ones(3)}})": "ValueError: must have the structure of",
     "step({'w': jnp.arange(3)})": "ValueError: must have a floating-point dtype",
     "step({'w': jnp.ones(4)})": "ValueError: (3,) at w",
-    "step({'w': jnp.ones((3, 1))})": "ValueError: got (3, 1)",
     "step({'w': jnp.ones((2, 3))})": "ValueError: average the gradients of a batch",
     "step(MODEL | {'f': None}, params=MODEL)": "TypeError: pass eqx.filter(model",
     "step(value={'loss': 1.0})": "TypeError: pass the loss alone",
     "step(value=(1.0, {'n': 2}))": "TypeError: of a pair (loss, aux)",
     "step(value='0.5')": "TypeError: a real number, got '0.5'",
-    "step(value=1j)": "TypeError: a real number",
-    "step(value=True)": "TypeError: a real number",
-    "step(value=len)": "TypeError: a real number",
     "step(value=jnp.ones(3))": "TypeError: jnp.mean",
     "sam_around_the_wrapper()": "TypeError: Put it inside the wrapper",
-    "TX.minimize(3, STATE, PARAMS)": "TypeError: got int, LossScaleState and",
     "TX.minimize(loss_fn(PARAMS), STATE, PARAMS)": "TypeError: the function itself",
     "TX.minimize(loss_fn, PARAMS, STATE)": "TypeError: got function, dict and LossScaleState",
     "TX.minimize(loss_fn, CHAINED, PARAMS)": "TypeError: not the optimizer or train state",
     "TX.minimize(lambda p: (1.0, 1), STATE, PARAMS)": "TypeError: has_aux=True",
-    "TX.minimize(lambda p: p['w'], STATE, PARAMS)": "TypeError: reduce it",
     "TX.minimize(loss_fn=loss_fn, state=STATE, params=PARAMS)": "TypeError: 'loss_fn'",
     "optax.chain(optax.clip(1.0), TX).minimize": "AttributeError: no attribute 'minimize'",
 }
 GRADIENT = {
     "ols.value_and_scaled_grad(STATE, loss_fn)": "ValueError: loss scale",
-    "ols.value_and_scaled_grad(loss_fn, PARAMS)": "ValueError: exactly one loss scale",
     "ols.value_and_scaled_grad(loss_fn, TX)": "ValueError: its init returned",
-    "ols.value_and_scaled_grad(loss_fn, (STATE, STATE))": "ValueError: found 2 in a tuple",
     "ols.value_and_scaled_grad(loss_fn, STACK)": "ValueError: the state is a stack of shape",
     "ols.value_and_scaled_grad(3, STATE)": "TypeError: fun must be a function",
-    "gradient(loss_fn, argnums=())": "TypeError: argnums must be",
     "gradient(loss_fn, argnums='w')": "TypeError: argnums must be",
-    "gradient(loss_fn, argnums=True)": "TypeError: an int or",
     "gradient(loss_fn, has_aux=True)": "TypeError: a pair (loss, aux)",
     "gradient(lambda p: p['w'])": "TypeError: jnp.mean",
     "gradient(lambda p: (loss_fn(p), 1))": "TypeError: has_aux=True",
     "gradient(lambda p: {'loss': loss_fn(p)})": "TypeError: in a dict",
     "gradient(lambda p: 1)": "TypeError: grad requires real",
-    "gradient(lambda p: p['w'][0] > 0)": "TypeError: a real number",
-    "gradient(lambda p: None)": "TypeError: a real number, got None",
-    "gradient(lambda p: 1j * loss_fn(p))": "TypeError: a real number",
-    "gradient(lambda p: (1.0,), has_aux=True)": "TypeError: a pair (loss, aux), got a tuple",
     "ols.value_and_scaled_grad(jnp.dot, LS, (0, -2))(1.0, 1.0)": "ValueError: each argument once",
     "ols.value_and_scaled_grad(loss_fn, LS)({'w': jnp.arange(3)})": "TypeError: got int32",
     "ols.value_and_scaled_grad(loss_fn, LS)({'a': ['x']})": "TypeError: the leaf at a/0 is 'x'",
     "ols.scale_gradient(3, LS)": "TypeError: the loss must be a floating-point number",
-    "ols.scale_gradient(True, LS)": "TypeError: a real number",
     "ols.scale_gradient(jnp.ones(3), LS)": "TypeError: shape (3,)",
     "ols.scale_gradient((1.0, 1), LS)": "TypeError: pass the loss alone",
-    "ols.get_loss_scale(PARAMS)": "ValueError: found 0",
 }
 LOSS_SCALES = {
-    "scaled_by('Dynamic')": "ValueError: 'dynamic'",
-    "scaled_by([128])": "ValueError: a number (fixed)",
-    "scaled_by(True)": "ValueError: a number (fixed)",
-    "scaled_by(jnp.ones(1000))": "ValueError: a number (fixed)",
     "jax.jit(scaled_by)(3.0)": "ValueError: a number (fixed)",
     "scaled_by(LONG)": "ValueError: 'dynamic'",
     "scaled_by({})": "ValueError: the keys 'class_name' and 'config'",
-    "scaled_by(dict.fromkeys(range(10**5)))": "ValueError: the keys 'class_name'",
     "config(LONG)": "ValueError: Import the module",
-    "config(None)": "ValueError: Import the module",
-    "config('Nonesuch')": "ValueError: Import the module",
-    "config('FixedLossScale')": "ValueError: keys among scale",
     "config(**{LONG: 1})": "ValueError: keys among initial_scale",
-    "config(initial_scale=LONG)": "ValueError: must be a number between",
     "config(initial_scale=10**10_000)": "ValueError: digits",
-    "config(growth_interval=0)": "ValueError: growth_interval must be an int between 1",
     "ols.LossScale.from_config('x')": "ValueError: get_config()",
-    "ols.LossScale.from_config({'class_name': 'FixedLossScale'})": "ValueError: get_config()",
     "ols.LossScale.from_config({'class_name': 'LossScale', 'config': {}})": "ValueError: known",
-    "ols.LossScale.from_config(CONFIG | {'more': 1})": "ValueError: get_config()",
     "ols.HeadroomLossScale.from_config(CONFIG)": "ValueError: classes are HeadroomLossScale",
     "ols.skips.SkipRule.from_config(CONFIG)": "ValueError: a skip rule's config must be a dict",
     "ols.skips.SkipRule.from_config({'class_name': 'SpikeSkipRule', 'config': {'n': 1}})": (
         "ValueError: keys among factor, least"
     ),
     "ols.FixedLossScale(2.0**61)": "ValueError: must be a number between",
-    "ols.FixedLossScale(jnp.nan)": "ValueError: must be a number between",
-    "ols.FixedLossScale(None)": "ValueError: must be a number between",
-    "jax.jit(ols.FixedLossScale)(3.0)": "ValueError: must be a number between",
     "jax.jit(ols.DynamicLossScale)(3.0)": "ValueError: must be a number between",
-    "ols.DynamicLossScale(0.5)": "ValueError: initial_scale must be a number between 1.0",
-    "ols.DynamicLossScale(growth_interval=2.5)": "ValueError: must be an int between",
     "ols.HeadroomLossScale(memory=0)": "ValueError: memory must be an int between 1",
     "ols.skips.threshold(-1)": "ValueError: norm must be a number between",
-    "ols.skips.threshold(float('inf'))": "ValueError: norm must be a number between",
     "ols.skips.spikes(factor=0)": "ValueError: factor must be a number between",
     "ols.skips.spikes(least=-1)": "ValueError: least must be a number between",
     "ols.skips.spikes(max_skips=1.5)": "ValueError: max_skips must be an int between 0",
@@ -180,14 +131,10 @@ LOSS_SCALES = {
     "LS.replace(growth_interval=1)": "TypeError: construct a new one",
     "LS.replace(loss_scale='x')": "ValueError: could not convert string to float",
     "LS.adjust(PARAMS)": "TypeError: where",
-    "LS.adjust(None)": "TypeError: where",
-    "LS.update(PARAMS, 'data')": "ValueError: is not an axis",
     "type('Mine', (ols.FixedLossScale,), {})": "TypeError: subclass LossScale",
 }
 SEEN = {
-    "ols.metrics(PARAMS)": "ValueError: exactly one loss scale",
     "ols.metrics((STATE, STATE))": "ValueError: a function of one",
-    "ols.raise_if_stuck(PARAMS)": "ValueError: exactly one loss scale",
     "ols.raise_if_stuck(STATE, 0)": "ValueError: max_consecutive_skips must be an int",
     "jax.jit(ols.raise_if_stuck)(STATE)": "TypeError: call it outside jit",
     "ols.where_applied(1.0, 2.0, STATE)": "ValueError: Pass the optimizer state",
@@ -195,14 +142,10 @@ SEEN = {
     "ols.testing.assert_computes_in(loss_fn, PARAMS)": "TypeError: the second argument",
     "ols.diagnose(PARAMS, loss_fn)": "TypeError: loss_fn must be",
     "ols.diagnose(lambda p: p['w'], PARAMS)": "TypeError: reduce",
-    "ols.diagnose(lambda p: (loss_fn(p), 1), PARAMS)": "TypeError: has_aux",
     "ols.diagnose(loss_fn, PARAMS, has_aux=True)": "TypeError: a pair",
     "ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3))": "TypeError: real",
     "jax.jit(lambda p: ols.diagnose(loss_fn, p).loss)(PARAMS)": "TypeError: call it outside",
     "ols.plot.loss_scale([])": "ValueError: what metrics returned",
-    "ols.plot.loss_scale([{'loss_scale': 8.0}])": "ValueError: what metrics returned",
-    "ols.plot.loss_scale([1.0, 2.0])": "ValueError: what metrics returned",
-    "ols.plot.loss_scale(STATE)": "ValueError: what metrics returned",
     "ols.plot.loss_scale(ols.metrics(STATE))": "ValueError: what metrics returned",
     "ols.plot.loss_scale([ols.metrics(STATE)], np.array([1]))": "TypeError: one matplotlib Axes",
 }
@@ -222,7 +165,6 @@ def test_a_bad_call_says_what_helps(call, expected):
 
 # Names of axes
 
-NAMES = ["dta", ("data", "model"), ("data", None), ["data"], {"data"}, 0, "", b"data"]
 MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 P = jax.sharding.PartitionSpec
 DOORS = {
@@ -233,28 +175,14 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES, ids=str)
-def test_a_name_of_no_axis_is_refused_in_words(name):
-    for check_vma in (True, False):
-        call = jax.shard_map(
-            lambda grads: DOORS["apply_gradients"](grads, name),
-            mesh=MESH,
-            in_specs=P(),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-        with pytest.raises(ValueError, match="pmap or shard_map") as raised:
-            call(PARAMS)
-        assert f"axis_name={name!r}" in str(raised.value)
-
-
+@pytest.mark.parametrize("name", ["dta", ("data", "model"), ["data"], 0], ids=str)
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_name_of_no_axis_is_refused_at_every_door(door):
-    call = lambda grads: door(grads, "dta")
+def test_a_name_of_no_axis_is_refused_in_words_at_every_door(door, name):
+    call = lambda grads: door(grads, name)
     call = jax.shard_map(call, mesh=MESH, in_specs=P(), out_specs=P())
-    for how in (call, jax.jit(call)):
-        with pytest.raises(ValueError, match="axis_name='dta' is not an axis"):
-            how(PARAMS)
+    with pytest.raises(ValueError, match="pmap or shard_map") as raised:
+        call(PARAMS)
+    assert f"axis_name={name!r}" in str(raised.value)
 
 
 def test_a_name_given_twice_is_refused_and_no_names_are_as_none():

@@ -38,11 +38,6 @@ def test_a_sound_site_has_no_faults(tmp_path):
     assert faults(tmp_path, site) == []
 
 
-def test_parts_of_the_theme_are_no_pages(tmp_path):
-    site = {"a.html": page("A"), "_static/part.html": "<a href=gone.html>no title</a>"}
-    assert faults(tmp_path, site) == []
-
-
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -63,13 +58,6 @@ def test_parts_of_the_theme_are_no_pages(tmp_path):
 )
 def test_a_fault_is_named_with_its_page(tmp_path, text, fault):
     assert faults(tmp_path, {"a.html": text, "b.html": page("B")}) == [fault]
-
-
-def test_two_pages_of_one_title_are_both_named(tmp_path):
-    said = faults(tmp_path, {"a.html": page("A"), "b.html": page("A")})
-    assert said == [
-        f"{name}: the title 'A' is another page's too" for name in ("a.html", "b.html")
-    ]
 
 
 def test_a_folder_without_pages_is_refused(tmp_path):

@@ -170,14 +170,6 @@ def test_no_kernel_takes_an_argument_for_every_leaf():
     assert max(line.count("param_") for line in fused if "concatenate" not in line) < 10
 
 
-def test_the_reciprocal_of_the_scale_is_one_argument_of_a_kernel():
-    check = lambda loss_scale, grads: ols.all_finite(loss_scale.unscale(grads))
-    compiled = jax.jit(check).lower(ols.DynamicLossScale(), PARAMS).compile(AS_USERS_DO)
-    checking = [c for c in compiled.as_text().split("\n\n") if " is-finite(" in c]
-    assert len(checking) == len(PARAMS)
-    assert all(c.count(" parameter(") == 2 for c in checking)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["rows", "columns"])
 @pytest.mark.parametrize("loss_scale", CHECKING.values(), ids=CHECKING)

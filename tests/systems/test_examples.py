@@ -120,12 +120,11 @@ def test_a_skipped_step_leaves_the_average_of_the_diffusion_models_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [language_model, diffusion])
-def test_it_learns_in_float16_as_in_float32(make, monkeypatch):
+def test_the_language_model_learns_in_float16_as_in_float32(monkeypatch):
     losses = lambda logged: np.array([metrics["loss"] for metrics in logged])
-    half = losses(make().main(steps=40)[-1])
+    half = losses(language_model().main(steps=40)[-1])
     monkeypatch.setattr(ols, "autocast", lambda fun: fun)
-    single = losses(make().main(steps=40)[-1])
+    single = losses(language_model().main(steps=40)[-1])
     assert half[-10:].mean() < 0.8 * half[0]
     np.testing.assert_allclose(half, single, rtol=2e-3)
 
@@ -139,9 +138,9 @@ def test_the_cart_learns_to_balance_its_pole():
 @pytest.mark.slow
 def test_the_language_model_resumes_as_if_it_had_not_stopped(tmp_path):
     example = language_model()
-    _, _, before = example.main(steps=5, checkpoint=tmp_path)
-    model, state, after = example.main(steps=10, checkpoint=tmp_path)
-    undisturbed, undisturbed_state, logged = example.main(steps=10)
+    _, _, before = example.main(steps=2, checkpoint=tmp_path)
+    model, state, after = example.main(steps=4, checkpoint=tmp_path)
+    undisturbed, undisturbed_state, logged = example.main(steps=4)
     parameters = lambda model: jax.tree.leaves(example.nnx.state(model))
     chex.assert_trees_all_equal(parameters(model), parameters(undisturbed))
     chex.assert_trees_all_equal(state, undisturbed_state)

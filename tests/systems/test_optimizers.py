@@ -11,7 +11,7 @@ import pytest
 from compiling import AS_USERS_DO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from steps import WAYS, by_apply_gradients, each_way
+from steps import WAYS
 
 import optax_lossscale as ols
 
@@ -52,7 +52,7 @@ NAMES = [name for name in aliases() if name not in REASONS]
 
 
 def each_optimizer(quick):
-    """All of them, of which one in `quick` is no slow test."""
+    """All of them, of which every `quick`th is no slow test."""
     marked = [
         pytest.param(name, marks=() if i % quick == 0 else pytest.mark.slow)
         for i, name in enumerate(NAMES)
@@ -76,22 +76,19 @@ def test_every_optimizer_of_optax_is_found():
     assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb"} <= set(NAMES)
 
 
-def assert_types_stay_and_an_overflow_is_skipped(
-    name, way=by_apply_gradients, axis_type=None, dtype="float16"
-):
+@each_optimizer(quick=4)
+def test_types_and_explicit_shardings_stay_and_an_overflow_is_skipped(name):
+    """With float16 parameters on four devices."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    spec = lambda x: P("data") if x.ndim and x.shape[0] % 4 == 0 else P()
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x)))
+    place = lambda tree: jax.tree.map(put, tree)
     tx = ols.with_loss_scale(make(name), LS)
-    place = lambda tree: tree
-    if axis_type is not None:
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
-        is_divisible = lambda x: x.ndim and x.shape[0] % 4 == 0
-        spec = lambda x: P("data") if is_divisible(x) else P()
-        put = lambda x: jax.device_put(x, NamedSharding(mesh, spec(x)))
-        place = lambda tree: jax.tree.map(put, tree)
-    params = place(numbers(dtype, 0))
-    state = place(tx.init(numbers(dtype, 0)))
-    step = jax.jit(way(tx))
+    params = place(numbers("float16", 0))
+    state = place(tx.init(numbers("float16", 0)))
+    step = jax.jit(tx.apply_gradients)
     for seed, bad in [(1, 0.0), (2, np.inf), (3, 0.0)]:
-        grads = jax.tree.map(lambda g: g + bad, place(numbers(dtype, seed, 16)))  # noqa: B023
+        grads = jax.tree.map(lambda g: g + bad, place(numbers("float16", seed, 16)))  # noqa: B023
         new, new_state = step(grads, state, params, **extra(name))
         assert types((new, new_state)) == types((params, state))
         assert new_state.should_apply == (bad == 0)
@@ -102,24 +99,6 @@ def assert_types_stay_and_an_overflow_is_skipped(
         assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
         params, state = new, new_state
     assert ols.all_finite(params)
-
-
-@each_optimizer(quick=2)
-def test_with_float16_parameters_types_stay_and_an_overflow_is_skipped(name):
-    assert_types_stay_and_an_overflow_is_skipped(name)
-
-
-@pytest.mark.slow
-@each_optimizer(quick=1)
-def test_so_they_do_under_explicit_sharding(name):
-    assert_types_stay_and_an_overflow_is_skipped(name, axis_type=AxisType.Explicit)
-
-
-@each_way
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_so_they_do_with_adamw_in_each_way_and_dtype(way, axis_type, dtype):
-    assert_types_stay_and_an_overflow_is_skipped("adamw", way, axis_type, dtype)
 
 
 @pytest.mark.slow
@@ -162,7 +141,7 @@ def test_steps_equal_the_bare_optimizers_bit_for_bit(name):
     plain = (params, inner.init(params))
     scaled = {way: (params, tx.init(params)) for way in WAYS.values()}
     with jax.disable_jit():
-        for seed in (1, 2, 3):
+        for seed in (1, 2):
             grads = numbers("float32", seed)
             updates, state = inner.update(grads, plain[1], plain[0], **extra(name))
             plain = optax.apply_updates(plain[0], updates), state
@@ -176,49 +155,34 @@ def test_steps_equal_the_bare_optimizers_bit_for_bit(name):
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**60], ids=["smallest", "largest"])
 @each_optimizer(quick=8)
 def test_at_either_end_of_the_scales_steps_are_those_of_the_bare_optimizer(name, scale):
-    """Compiled as by users, who may close over the scale: XLA folds its reciprocal then."""
+    """Compiled as by users: XLA folds the reciprocal of a fixed scale with constants."""
     inner = make(name)
     params, grads = numbers("float32", 0), numbers("float32", 1)
     scaled = jax.tree.map(lambda g: g * np.float32(scale), grads)
     updates, _ = inner.update(grads, inner.init(params), params, **extra(name))
     expected = optax.apply_updates(params, updates)
-    for loss_scale in (scale, ols.DynamicLossScale(scale, min_scale=None)):
+    dynamic = ols.DynamicLossScale(scale, min_scale=None)
+    for loss_scale in (scale, dynamic):
         tx = ols.with_loss_scale(inner, loss_scale)
-        closed_over = tx.init(params)
-
-        def step(grads, state=closed_over):
-            return tx.apply_gradients(grads, state, params, **extra(name))  # noqa: B023
-
-        for state in ((), (closed_over,)):
-            compiled = jax.jit(step, compiler_options=AS_USERS_DO)
-            after, state = compiled(scaled, *state)
-            assert state.should_apply
-            chex.assert_trees_all_close(after, expected, rtol=1e-4, atol=1e-6)
+        step = lambda *args: tx.apply_gradients(*args, **extra(name))  # noqa: B023
+        compiled = jax.jit(step, compiler_options=AS_USERS_DO)
+        after, state = compiled(scaled, tx.init(params), params)
+        assert state.should_apply
+        chex.assert_trees_all_close(after, expected, rtol=1e-4, atol=1e-6)
 
 
-def assert_huge_gradients_are_skipped(name, loss_scale=LS, branch=None):
+def test_finite_gradients_whose_squares_overflow_are_skipped():
+    """Or Adam's second moment is infinite for good, and every later update 0."""
     params, grads = numbers("float32", 0), numbers("float32", 1, 1024)
     huge = grads | {"b": grads["b"] + 1e25}
-    tx = ols.with_loss_scale(make(name), loss_scale, branch=branch)
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS)
     step = jax.jit(tx.apply_gradients)
-    after, state = step(grads, tx.init(params), params, **extra(name))
-    result, skipped = step(huge, state, after, **extra(name))
+    after, state = step(grads, tx.init(params), params)
+    result, skipped = step(huge, state, after)
     chex.assert_trees_all_equal(result, after)
     chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
     chex.assert_trees_all_equal(skipped.loss_scale, state.loss_scale)
     assert not skipped.should_apply
     assert skipped.gradient_norm == jnp.inf
-    moved, _ = step(grads, skipped, after, **extra(name))
+    moved, _ = step(grads, skipped, after)
     assert ols.all_finite(moved)
-
-
-@each_optimizer(quick=8)
-def test_finite_gradients_whose_squares_overflow_are_skipped(name):
-    """Or Adam's second moment is infinite for good, and every later update 0."""
-    assert_huge_gradients_are_skipped(name)
-
-
-@pytest.mark.parametrize("branch", ["cond", "select"])
-@pytest.mark.parametrize("loss_scale", [None, "headroom"])
-def test_so_they_are_in_each_branch_and_with_each_loss_scale(branch, loss_scale):
-    assert_huge_gradients_are_skipped("adam", loss_scale, branch)

@@ -33,6 +33,7 @@ leaves = st.one_of(
     st.integers(-8, 8),
     st.booleans(),
     SHAPES.map(lambda shape: np.zeros(shape, jax.dtypes.float0)),
+    st.builds(jax.random.key, st.just(0)),
 )
 trees = st.recursive(
     leaves,
