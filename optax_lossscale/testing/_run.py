@@ -73,7 +73,7 @@ def run(
     args: tuple[Any, ...],
     carry: Mapping[int, int] | None,
     ignore: str | Collection[str],
-    exponent: float,
+    scale: float,
     *,
     before_growth: bool = False,
     nan_in: int | None = None,
@@ -85,7 +85,7 @@ def run(
       args: its arguments.
       carry: which result stands for which argument; None for those in its place.
       ignore: beginnings of names of arrays that are left out of the outcome.
-      exponent: every loss scale that adapts is set to 2**exponent.
+      scale: every loss scale that adapts is set to it.
       before_growth: whether these are also about to grow.
       nan_in: the position of an argument to put a NaN in, or None.
 
@@ -93,7 +93,7 @@ def run(
       AssertionError: if the state does not come back, or devices drift apart.
       ValueError: if `carry`, `ignore` or `nan_in` does not fit.
     """
-    passed = _copied(args, _changes(args, exponent, before_growth, nan_in))
+    passed = _copied(args, _changes(args, scale, before_growth, nan_in))
     # They are read now, because the step may donate them or change them in place.
     before = _handed_on(passed)
     leaves = [list(map(_snapshot, jax.tree.leaves(x))) for x in passed]
@@ -101,9 +101,7 @@ def run(
         with jax.debug_nans(False), jax.debug_infs(False):
             returned = jax.block_until_ready(step(*passed))
     except Exception as error:
-        error.add_note(
-            f"A test of optax_lossscale set the loss scale to 2**{exponent:g}."
-        )
+        error.add_note(f"A test of optax_lossscale set the loss scale to {scale:g}.")
         raise
     came_back = _results_by_name(returned)
     origins = _origins(args, came_back, carry)
@@ -119,7 +117,7 @@ def run(
     if states:
         was_applied = _count_skips(came_back) <= _count_skips(args)
     else:
-        was_applied = all(np.all(scale >= 2.0**exponent) for scale in scales)
+        was_applied = all(np.all(x >= scale) for x in scales)
     is_stacked = _is_stacked(states)
     numbers = {}
     for name, tree in came_back.items():
@@ -160,13 +158,13 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _changes(
-    args: tuple[Any, ...], exponent: float, before_growth: bool, nan_in: int | None
+    args: tuple[Any, ...], scale: float, before_growth: bool, nan_in: int | None
 ) -> dict[str, np.ndarray]:
     """Returns what a run changes in the arguments, by name."""
     changes = {}
     for place, loss_scale in nodes_in(LossScale, args).items():
         old = jax.device_get(loss_scale)
-        new = old.replace(loss_scale=np.full_like(old.loss_scale, 2.0**exponent))
+        new = old.replace(loss_scale=np.full_like(old.loss_scale, scale))
         if before_growth:
             new = jax.device_get(_before_growth(jax.device_put(new)))
         for path, x in jax.tree.leaves_with_path(new):

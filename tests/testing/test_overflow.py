@@ -409,4 +409,4 @@ def test_an_error_at_an_infinite_loss_scale_says_where_it_was_raised():
 
     with pytest.raises(OverflowError) as error:
         ols.testing.assert_survives_overflow(logging, PARAMS, TX.init(PARAMS), X, Y)
-    assert error.value.__notes__[-1].endswith("set the loss scale to 2**inf.")
+    assert error.value.__notes__[-1].endswith("set the loss scale to inf.")

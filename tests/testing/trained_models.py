@@ -21,6 +21,20 @@ class MLP(nn.Module):
         return nn.Dense(4)(nn.relu(nn.Dense(32)(x)))
 
 
+class Attention(nn.Module):
+    """With Flax's default bias of the keys, whose gradient is zero in theory.
+
+    Small numbers before a layer norm have large gradients, so that others underflow.
+    """
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(32)(x / 1000)
+        for _ in range(2):
+            x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return nn.Dense(4)(nn.LayerNorm()(x)).mean(1)
+
+
 class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -96,6 +110,10 @@ def transformer(seed):
     return step_of(Transformer(), tokens, jnp.roll(tokens, -1, 1), seed)
 
 
+def attention(seed):
+    return step_of(Attention(), *data(seed, (16, 16, 2), 4), seed)
+
+
 def resnet(seed, **options):
     return step_of(ResNet(), *data(seed, (16, 8, 8, 3), 10), seed, **options)
 
@@ -104,6 +122,7 @@ MODELS = {
     "mlp": mlp,
     "mlp with sgd": lambda seed: mlp(seed, inner=optax.sgd(0.1, 0.9)),
     "dropout": lambda seed: mlp(seed, drops=True),
+    "attention": attention,
     "transformer": transformer,
     "resnet": resnet,
     "resnet with sgd": lambda seed: resnet(seed, inner=optax.sgd(0.1, 0.9)),
