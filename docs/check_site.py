@@ -15,6 +15,7 @@ installed by `apt-get install chromium chromium-driver`.
 
 import collections
 import html.parser
+import itertools
 import json
 import pathlib
 import shutil
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 
 SITE = pathlib.Path(__file__).parent / "_build/html"
 WIDTHS = (390, 1280)  # pixels: a phone's and a desktop's
+SCHEMES = ("light", "dark")
 LOADS = {
     "img": "src",
     "script": "src",
@@ -166,9 +168,18 @@ def browser(profile: str):
     return webdriver.Chrome(options, webdriver.ChromeService(driver))
 
 
+# Which scheme the page's background belongs to
+SCHEME = """
+const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number);
+return r + g + b > 384 ? "light" : "dark";
+"""
+
+
 def faults_in_browser(chrome, path: pathlib.Path) -> Iterator[str]:
     """What is wrong with a page as a browser shows it."""
-    for width in WIDTHS:
+    for width, scheme in itertools.product(WIDTHS, SCHEMES):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         screen = {
             "width": width,
             "height": 900,
@@ -191,6 +202,8 @@ def faults_in_browser(chrome, path: pathlib.Path) -> Iterator[str]:
                     "wss",
                 ):
                     yield f"at {width} px, a request to the network: {address}"
+        if chrome.execute_script(SCHEME) != scheme:
+            yield f"at {width} px, it is not {scheme}"
         if chrome.execute_script("return document.documentElement.scrollWidth") > width:
             wide = ", ".join(chrome.execute_script(TOO_WIDE, width))
             yield f"at {width} px, the page scrolls sideways, because of {wide}"
@@ -209,7 +222,8 @@ def main(site: pathlib.Path) -> bool:
         if chrome is None:
             looked = "but NOT IN A BROWSER: here is no Chrome or Chromium with its chromedriver"
         else:
-            looked = f"also in a browser, {' and '.join(map(str, WIDTHS))} px wide"
+            widths = " and ".join(map(str, WIDTHS))
+            looked = f"also in a browser, {widths} px wide, {' and '.join(SCHEMES)}"
             with chrome:
                 faults += [
                     (path, said)
