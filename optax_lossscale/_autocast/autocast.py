@@ -140,8 +140,8 @@ def autocast(fun: Callable[..., Any] = _MISSING, dtype: Any = jnp.float16) -> An
     @functools.wraps(fun)
     def autocasted_fun(*args, **kwargs):
         # On a TPU the compiler itself computes again what it lacks the memory for, and
-        # a barrier costs both memory and traffic: see docs/benchmarks/findings.md. JAX
-        # does not tell for which platform it traces.
+        # a barrier costs both memory and traffic. JAX does not tell for which platform
+        # it traces.
         prevent_cse = jax.default_backend() != "tpu"
         with as_program(fun, args, kwargs, low) as call:
             reasons = why_none_is_narrowed(call.program)

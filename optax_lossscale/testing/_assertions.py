@@ -37,9 +37,9 @@ _LOWEST = -24
 _STRIDE = 4
 # How many octaves lie between the two that are compared
 _OCTAVES = 2
-# A loss scale that is lower by a factor of 8 bits: what depends on the loss scale hardly
-# changes, but all is rounded anew. So it shows what is nothing but rounding, such as the
-# gradient of a bias before a batch norm, or of an attention's keys.
+# What lowers a loss scale so little that what depends on it hardly changes, while all is
+# rounded anew. This shows what is nothing but rounding, such as the gradient of a bias
+# before a batch norm, or of an attention's keys. It has 8 digits, as bfloat16 has.
 _BARELY_LOWER = 1 - 2.0**-8
 
 
@@ -80,8 +80,8 @@ def assert_scale_invariant(
         position. By default, that in its place, if structure and shapes agree.
       ignore: names of results that may depend on the loss scale, as in the error, or
         how they begin: `"result[2]['scale']"`, or `"result[2]"` for all of it.
-      rtol: by how much a leaf may differ, in the 2-norm. Float16 models from an MLP to
-        a ResNet differ by 1e-5 at most.
+      rtol: by how much a leaf may differ, in the 2-norm, if it is not rounding. Nothing
+        else differs by as much in float16 models from an MLP to a ResNet.
 
     Raises:
       AssertionError: if something depends on the loss scale, devices drift apart, the
