@@ -91,9 +91,7 @@ else:  # If a type checker saw `__getattr__`, it would accept every misspelled n
             return importlib.import_module(f"optax_lossscale.{name}")
         if name in _MODULES:
             module = importlib.import_module(f"optax_lossscale.{_MODULES[name]}")
-            value = getattr(module, name)
-            globals()[name] = value
-            return value
+            return getattr(module, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():

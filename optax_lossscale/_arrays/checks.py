@@ -42,9 +42,6 @@ LIBRARIES = (
 LARGEST_INT = int(np.iinfo(np.int32).max)
 """The largest int32 number."""
 
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-"""The largest finite float32 number."""
-
 # They keep an error readable, whatever was passed.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3

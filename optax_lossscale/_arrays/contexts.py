@@ -11,10 +11,22 @@ none, and nor does a training step.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+
+class _Waiting(threading.local):
+    """The `with` blocks of a thread that it entered before the setting existed.
+
+    Attributes:
+      blocks: the value of each, and where to enter it; the outermost first.
+    """
+
+    def __init__(self):
+        self.blocks: list[tuple[Any, contextlib.ExitStack]] = []
 
 
 class Context:
@@ -22,20 +34,19 @@ class Context:
 
     def __init__(self):
         self._context: Any = None
-        # The values of `with` blocks that were entered before it existed, outermost
-        # first, and where to enter them in it
-        self._entered: list[tuple[Any, contextlib.ExitStack]] = []
+        self._waiting = _Waiting()
 
     def create(self) -> None:
         """Makes the setting, if it was not made before; also inside of a `with`."""
         if self._context is None:
             self._context = jax.make_user_context(None)
-            for value, stack in self._entered:
-                stack.enter_context(self._context(value))
+        while self._waiting.blocks:
+            value, stack = self._waiting.blocks.pop(0)
+            stack.enter_context(self._context(value))
 
     @property
     def value(self) -> Any:
-        """The current value; None by default."""
+        """The current value; None by default, and before `create` is called."""
         return None if self._context is None else self._context.value
 
     @contextlib.contextmanager
@@ -46,11 +57,13 @@ class Context:
                 stack.enter_context(self._context(value))
                 yield
                 return
-            self._entered.append((value, stack))
+            block = (value, stack)
+            self._waiting.blocks.append(block)
             try:
                 yield
             finally:
-                self._entered.pop()
+                if block in self._waiting.blocks:
+                    self._waiting.blocks.remove(block)
 
 
 AUTOCAST_DTYPE = Context()

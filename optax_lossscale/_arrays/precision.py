@@ -48,6 +48,17 @@ def at_least_float32(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32)
 
 
+def param_for_inner(param: Any) -> Any:
+    """Converts a parameter for the inner optimizer: to float32 or wider.
+
+    No optimizer can compute with a PRNG key, so zeros of its shape stand in for it.
+    """
+    is_array = isinstance(param, jax.Array)
+    if is_array and jnp.issubdtype(param.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(param.shape, jnp.float32)
+    return at_least_float32(param)
+
+
 def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """Applies `function` to each inexact leaf of a tree, after `at_least_float32`.
 

@@ -1,21 +1,21 @@
-"""Float32 numbers in two parts: the number rounded to 16 bits, and the rest.
+"""Float32 numbers in two parts: the number rounded to 16 bits, and the remainder.
 
 `with_master_weights` trains 16-bit parameters as if they were float32. `split` rounds a
-float32 number: the model gets the rounded number, and the optimizer's state the rest.
-On the next step, `join` restores the float32 number::
+float32 number: the model gets the rounded number, and the optimizer's state the
+remainder. On the next step, `join` restores the float32 number::
 
-    rounded, rest = split(number, jnp.bfloat16)
-    number == join(rounded, rest)
+    rounded, remainder = split(number, jnp.bfloat16)
+    number == join(rounded, remainder)
 
-A bfloat16 number is the upper half of a float32 number, so the rest of a number that is
-rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero, because then
-exactly 2**16 float32 numbers round to each bfloat16 number other than zero and
+A bfloat16 number is the upper half of a float32 number, so the remainder of a number
+that is rounded to bfloat16 fits into 16 bits. Ties are rounded away from zero, because
+then exactly 2**16 float32 numbers round to each bfloat16 number other than zero and
 infinity, and 16 bits tell them apart. With ties to even, as `astype` rounds them,
 2**16 + 1 float32 numbers would round to every other bfloat16 number. Numbers that round
 to zero or to infinity are lost: `join` returns the zero or the infinity.
 
 Rounding to float16 drops more than 16 bits of small and of large numbers, so there the
-rest is the whole float32 number, and nothing is lost.
+remainder is the whole float32 number, and nothing is lost.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
 # Half of a unit in the last place of a bfloat16 number. It is added before the lower
-# half of the bits is cut off, so that the upper half is rounded. The rest of a number
-# that bfloat16 represents exactly is therefore 0x8000.
+# half of the bits is cut off, so that the upper half is rounded. The remainder of a
+# number that bfloat16 represents exactly is therefore 0x8000.
 _HALF = np.uint32(0x8000)
 # The bits of a float32 number that are also those of a bfloat16 number
 _UPPER_MASK = np.uint32(0xFFFF0000)
@@ -43,11 +43,11 @@ _INFINITY_BITS = np.uint32(0x7F800000)
 
 
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Rounds float32 numbers to float16 or bfloat16; returns `(rounded, rest)`.
+    """Rounds float32 numbers to float16 or bfloat16; returns `(rounded, remainder)`.
 
     Both have the shape of `number`. `rounded` is still a float32 array, but the 16-bit
-    dtype can represent its elements. `rest` is uint16 for bfloat16, and for float16 it
-    is `number` itself. Infinities and NaNs stay as they are.
+    dtype can represent its elements. `remainder` is uint16 for bfloat16, and for
+    float16 it is `number` itself. Infinities and NaNs stay as they are.
     """
     narrow = ("float16", "bfloat16")
     checks.one_of("the dtype of a parameter", str(dtype), narrow)
@@ -58,37 +58,37 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     bits = bits + _HALF
     upper = lax.bitcast_convert_type(bits & _UPPER_MASK, jnp.float32)
     rounded = jnp.where(jnp.isfinite(number), upper, number)
-    rest = bits.astype(jnp.uint16)  # the lower half
-    return rounded, rest
+    remainder = bits.astype(jnp.uint16)  # the lower half
+    return rounded, remainder
 
 
-def join(rounded: jax.Array, rest: Any) -> jax.Array:
+def join(rounded: jax.Array, remainder: Any) -> jax.Array:
     """Restores the float32 numbers that `split` rounded.
 
     `rounded` may have changed since then, for example because other weights were
     loaded. A changed float16 number is returned as it is. A changed bfloat16 number is
-    joined with the old rest, so the result differs from that number by at most half of
-    a unit in its last place.
+    joined with the old remainder, so the result differs from that number by at most
+    half of a unit in its last place.
     """
     rounded = at_least_float32(rounded)
-    if narrow_dtype(rest) == jnp.float16:
-        return _number_unless_replaced(rest, rounded)
+    if narrow_dtype(remainder) == jnp.float16:
+        return _number_unless_replaced(remainder, rounded)
     bits = lax.bitcast_convert_type(rounded, jnp.uint32)
     magnitude_bits = bits & _MAGNITUDE_MASK
-    rest_bits = rest.astype(jnp.uint32)
-    joined_bits = bits + rest_bits - _HALF
+    remainder_bits = remainder.astype(jnp.uint32)
+    joined_bits = bits + remainder_bits - _HALF
     joined = lax.bitcast_convert_type(joined_bits, jnp.float32)
-    # The rest is not added to zero: the sum would be a subnormal number, which float32
-    # arithmetic on most devices flushes to zero. Nor is it added to infinity, which it
-    # would turn into another number.
+    # The remainder is not added to zero: the sum would be a subnormal number, which
+    # float32 arithmetic on most devices flushes to zero. Nor is it added to infinity,
+    # which it would turn into another number.
     is_nonzero = magnitude_bits >= _SMALLEST_BITS
     is_finite = magnitude_bits < _INFINITY_BITS
     return jnp.where(is_nonzero & is_finite, joined, rounded)
 
 
-def narrow_dtype(rest: Any) -> np.dtype:
-    """Returns float16 or bfloat16, whichever `split` rounded to for this rest."""
-    is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
+def narrow_dtype(remainder: Any) -> np.dtype:
+    """Returns float16 or bfloat16, whichever `split` rounded to for this remainder."""
+    is_bits = jnp.issubdtype(dtype_of(remainder), jnp.integer)
     dtype = jnp.bfloat16 if is_bits else jnp.float16
     return jnp.dtype(dtype)
 

@@ -97,11 +97,12 @@ class Stateful(abc.ABC):
         """Makes a subclass a frozen dataclass and registers it as a pytree."""
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        # `jax.tree_util.register_dataclass` would call the constructor, with its checks.
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
         cls._static_names = [f.name for f in fields if "is_state" not in f.metadata]
         jax.tree_util.register_pytree_with_keys(
-            cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
+            cls, cls._flatten_with_keys, cls._unflatten
         )
 
     def __post_init__(self):  # noqa: B027
@@ -195,14 +196,9 @@ class Stateful(abc.ABC):
     def _configuration(self) -> tuple[tuple[str, Any], ...]:
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
-    def _flatten(self) -> tuple[Any, Any]:
-        state = [getattr(self, name) for name in self._state_names]
-        return state, self._configuration()
-
     def _flatten_with_keys(self) -> tuple[Any, Any]:
-        state, configuration = self._flatten()
-        keys = map(GetAttrKey, self._state_names)
-        return list(zip(keys, state, strict=True)), configuration
+        state = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
+        return state, self._configuration()
 
     @classmethod
     def _unflatten(cls, configuration: Any, state: Any) -> Self:

@@ -7,7 +7,6 @@ constant. With a scale of 1, the step contains no scaling.
 import dataclasses
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -43,6 +42,7 @@ class FixedLossScale(LossScale):
       (FixedLossScale(128.0), True)
     """
 
+    # A field `scale` would stand in the place of the method.
     # pyrefly: ignore[bad-override]
     loss_scale: np.float32 = dataclasses.field(init=False)
 
@@ -55,9 +55,6 @@ class FixedLossScale(LossScale):
         raise TypeError(
             f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
         )
-
-    def __call__(self) -> jax.Array:
-        return jnp.float32(self.initial_scale)
 
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
@@ -82,6 +79,9 @@ class FixedLossScale(LossScale):
 
     def _upper_bound(self) -> float:
         return self.initial_scale
+
+    def _within_bounds(self) -> Self:
+        return self
 
 
 def _widened(tree: T) -> T:

@@ -74,7 +74,7 @@ class HeadroomLossScale(LossScale):
         self._check("memory", checks.integer, 1, 2**16)
         self._check("min_scale", checks.number, SMALLEST_SCALE, LARGEST_SCALE)
         self._check("initial_scale", checks.number, self.min_scale, LARGEST_SCALE)
-        exponent = max(math.floor(math.log2(self.initial_scale)), self._floor())
+        exponent = max(math.floor(math.log2(self.initial_scale)), self._min_exponent())
         self._set(
             loss_scale=np.ldexp(np.float32(1), exponent),
             bound=np.float32(self._headroom() - exponent),
@@ -89,26 +89,26 @@ class HeadroomLossScale(LossScale):
         fallen = self.bound - 1 / self.memory
         measured = jnp.maximum(exponent.astype(jnp.float32), fallen)
         bound = jnp.where(magnitude > 0, measured, self.bound)
-        return choose(finite, self._below(bound), self._after_overflow()), finite
+        return choose(finite, self._fitting(bound), self._after_overflow()), finite
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Halves the scale on overflow, and doubles it with every `memory` finite steps."""
-        after_finite_step = self._below(self.bound - 1 / self.memory)
+        after_finite_step = self._fitting(self.bound - 1 / self.memory)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        return self.bound > self._headroom() - self._floor()
+        return self.bound > self._largest_bound()
 
     def _after_overflow(self) -> Self:
         bound = self.bound + 1
-        # At the floor, the bound shows that the scale could not be lowered.
-        noted = jnp.minimum(bound, self._headroom() - self._floor() + 1)
-        return self._below(bound).replace(bound=noted)
+        # One more than the largest says that the scale could not be lowered.
+        noted = jnp.minimum(bound, self._largest_bound() + 1)
+        return self._fitting(bound).replace(bound=noted)
 
-    def _below(self, bound: jax.Array) -> Self:
+    def _fitting(self, bound: jax.Array) -> Self:
         """Returns the loss scale that keeps gradients below `2**bound` from overflow."""
         least = self._headroom() - math.log2(LARGEST_SCALE)
-        bound = jnp.clip(bound, least, self._headroom() - self._floor())
+        bound = jnp.clip(bound, least, self._largest_bound())
         exponent = jnp.floor(self._headroom() - bound).astype(jnp.int32)
         # `exp2` is inexact: on CPU, it often does not return a power of two.
         return self.replace(bound=bound, loss_scale=jnp.ldexp(jnp.float32(1), exponent))
@@ -116,5 +116,8 @@ class HeadroomLossScale(LossScale):
     def _headroom(self) -> int:
         return 16 - self.margin  # what the exponent of scaled gradients may be
 
-    def _floor(self) -> int:
+    def _min_exponent(self) -> int:
         return math.ceil(math.log2(self.min_scale))
+
+    def _largest_bound(self) -> int:
+        return self._headroom() - self._min_exponent()

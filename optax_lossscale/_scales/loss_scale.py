@@ -30,7 +30,7 @@ as well.
 import abc
 import functools
 import math
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +49,6 @@ LARGEST_SCALE = 2.0**60
 
 Neither its reciprocal nor the square of that leaves float32's normal numbers.
 """
-
-
-LossScaleT = TypeVar("LossScaleT", bound="LossScale")
 
 
 class LossScale(Stateful):
@@ -162,7 +159,7 @@ class LossScale(Stateful):
         """Returns what `adjust` returns, checked, with the scale within its bounds."""
         new = self.adjust(grads_finite)
         checks.check_successor(new, self, "adjust")
-        return within_bounds(new)
+        return new._within_bounds()
 
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed at a scale that could not be lowered.
@@ -217,10 +214,7 @@ class LossScale(Stateful):
         """Returns a number that the scale never exceeds; infinity if none is known."""
         return math.inf
 
-
-def within_bounds(loss_scale: LossScaleT) -> LossScaleT:
-    """Brings a scale that a rule has chosen back to 2**-60 or 2**60, if beyond."""
-    if "loss_scale" not in loss_scale._state_names:
-        return loss_scale  # a fixed one
-    scale = jnp.clip(loss_scale.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
-    return loss_scale.replace(loss_scale=scale)
+    def _within_bounds(self) -> Self:
+        """Brings a scale that a rule has chosen back to 2**-60 or 2**60, if beyond."""
+        scale = jnp.clip(self.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
+        return self.replace(loss_scale=scale)

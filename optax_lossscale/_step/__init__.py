@@ -8,6 +8,7 @@ Each line of a step has its file::
     branch.py      if should_apply:
     update.py          params, inner_state = update(grads, inner_state, params)
 
+The loss scales themselves are in `_scales`, and the skip rules in `skips.py`.
 `value_and_scaled_grad` computes the first line. The others are the optimizer that
 `with_loss_scale` in `wrapper.py` returns, and `step.py` puts them together.
 `metrics.py`, `stuck.py` and `where_applied.py` read the state that a step returns.

@@ -30,9 +30,9 @@ from jax import lax
 
 from optax_lossscale._arrays.checks import is_traced
 from optax_lossscale._arrays.precision import strongly_typed
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.decision import Flag
 from optax_lossscale._step.inputs import StepInputs
-from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.update import InnerUpdate
 
 Branch = Literal["cond", "select"]
@@ -41,7 +41,7 @@ Branch = Literal["cond", "select"]
 def apply_or_skip(
     should_apply: Flag,
     update: InnerUpdate,
-    operands: tuple[StepInputs, LossScaleState],
+    operands: tuple[StepInputs, LossScale, Any],
     branch: Branch | None,
     *,
     skips_nonfinite: bool,
@@ -56,8 +56,9 @@ def apply_or_skip(
       should_apply: whether to apply the step; True if nothing was checked.
       update: the inner update, which returns parameters or updates. A skipped step
         returns the old parameters, or zeros for the updates.
-      operands: the inputs, still scaled, and the state. The branches receive both as
-        arguments, because branches that close over arrays take longer to trace.
+      operands: the inputs, still scaled, the loss scale and the inner state. The
+        branches receive these as arguments, because branches that close over arrays
+        take longer to trace.
       branch: the way to skip; None chooses by the platform that the step is compiled
         for: a conditional on CPU, a select elsewhere.
       skips_nonfinite: whether steps that are not finite are always skipped.
@@ -65,30 +66,33 @@ def apply_or_skip(
     traced = is_traced(should_apply)
     # A traced step calls this in several branches; under `jit`, the update is traced
     # only once.
-    run_inner = jax.jit(update.apply) if traced else update.apply
+    run_inner = jax.jit(update.run) if traced else update.run
 
-    def apply(scaled, state):
+    def apply(scaled, loss_scale, inner_state):
         # The gradients are unscaled a second time, because XLA fuses this with the
         # inner update. Those that were checked would have to be written to memory.
-        return run_inner(scaled.unscaled_by(state.loss_scale), state.inner_state)
+        return run_inner(scaled.unscaled_by(loss_scale), inner_state)
 
-    def skip(scaled, state):
+    def skip(scaled, loss_scale, inner_state):
         if update.to_params:
-            return jax.tree.map(strongly_typed, scaled.params), state.inner_state
-        updates, _ = jax.eval_shape(apply, scaled, state)
-        return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+            return jax.tree.map(strongly_typed, scaled.params), inner_state
+        # `inner` chooses their dtypes, and need not be given parameters.
+        updates, _ = jax.eval_shape(apply, scaled, loss_scale, inner_state)
+        return jax.tree.map(jnp.zeros_like, updates), inner_state
 
-    def by_cond(flag, scaled, state):
-        return lax.cond(flag, apply, skip, scaled, state)
+    def by_cond(flag, *operands):
+        return lax.cond(flag, apply, skip, *operands)
 
-    def by_select(flag, scaled, state):
-        unscaled = scaled.unscaled_by(state.loss_scale)
+    def by_select(flag, scaled, loss_scale, inner_state):
+        unscaled = scaled.unscaled_by(loss_scale)
         if skips_nonfinite:
-            # `inner` also runs on a skipped step and must not receive a NaN there.
+            # `inner` also runs on a skipped step. What it makes of a NaN is dropped,
+            # but not by `jax_debug_nans`, nor by a derivative of the step. With
+            # `skip=None`, a step with a NaN may be applied, which zeros would hide.
             unscaled = unscaled.with_zeros_for_nonfinite()
-        results = run_inner(unscaled, state.inner_state)
-        select = partial(lax.select, flag)
-        return jax.tree.map(select, results, skip(scaled, state))
+        results = run_inner(unscaled, inner_state)
+        kept = skip(scaled, loss_scale, inner_state)
+        return jax.tree.map(partial(lax.select, flag), results, kept)
 
     if traced:
         if branch is None:

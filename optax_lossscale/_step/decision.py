@@ -17,6 +17,7 @@ by a minimum, the norm by a maximum, and the loss by a mean. A loss scale that o
 `update` receives the axis name and reduces its flag itself.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -24,8 +25,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._arrays.checks import LARGEST_FLOAT32, as_flag, check_successor
-from optax_lossscale._arrays.finite import norm_and_all_finite
+from optax_lossscale._arrays.checks import as_flag, check_successor
+from optax_lossscale._arrays.finite import LARGEST_FLOAT32, norm_and_all_finite
 from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._arrays.replicas import (
     AxisName,
@@ -34,7 +35,7 @@ from optax_lossscale._arrays.replicas import (
     varying_axes,
 )
 from optax_lossscale._arrays.stateful import choose
-from optax_lossscale._scales.loss_scale import LossScale, within_bounds
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.inputs import StepInputs
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale.skips import SkipRule
@@ -48,32 +49,38 @@ Flag: TypeAlias = jax.Array | bool
 def decide_step(
     unscaled: StepInputs,
     state: LossScaleState,
-    skip: Skip | None,
     axis_name: AxisName | None,
+    *,
+    skips_nonfinite: bool,
 ) -> tuple[Flag, LossScaleState]:
     """Decides whether to apply a step; returns `(should_apply, new_state)`.
 
     `new_state` is the state after the step, but still with the old inner state.
 
-    The loss scale adapts to an applied step and to gradients that are not finite. It
-    stays as it was if the step is skipped for another reason: another scale would not
-    have helped, and a skipped step should not count towards its growth.
+    The loss scale adapts to an applied step, and to gradients that are not finite of a
+    finite loss. It stays as it was if the step is skipped for another reason: another
+    scale would not have helped, and a skipped step should not count towards its growth.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.kept_grads(), unscaled.value))
-    if skip is None:
+    if not skips_nonfinite:
         loss_scale, should_apply = _update(state.loss_scale, grads, axis_name)
         new_state = state._replace(loss_scale=loss_scale)
         if should_apply is True:
             # The counts stay as they were, so that they cost the step nothing.
             return True, new_state
         flag = jnp.asarray(should_apply)
+        _check_replicas_agree(flag, state)
         return flag, _count(new_state, flag)
 
     _check_loss_is_of_all_replicas(value, grads)
     norm, finite = _norm_and_finite(grads, axis_name)
-    adapted, allows = _adapt(state.loss_scale, grads, finite, axis_name)
-    grads_pass = finite & allows
+    if type(state.loss_scale).update is LossScale.update:
+        # It would check the gradients again, only to pass the same flag to `adjust`.
+        adapted, grads_pass = state.loss_scale._adjusted(finite), finite
+    else:
+        adapted, allows = _update(state.loss_scale, grads, axis_name)
+        grads_pass = finite & allows
     loss_finite = True
     if value is not None:
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
@@ -81,7 +88,8 @@ def decide_step(
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _run_rule(rule, norm, value, should_apply, axis_name)
-    scale_adapts = loss_finite & (should_apply | ~grads_pass)
+    _check_replicas_agree(should_apply, state)
+    scale_adapts = should_apply | (loss_finite & ~grads_pass)
     new_state = state._replace(
         loss_scale=choose(scale_adapts, adapted, state.loss_scale),
         gradient_norm=norm,
@@ -106,19 +114,6 @@ def _norm_and_finite(
     return norm, jnp.isfinite(largest)
 
 
-def _adapt(
-    loss_scale: LossScale, grads: Any, finite: jax.Array, axis_name: AxisName | None
-) -> tuple[LossScale, Flag]:
-    """Returns the next loss scale, and whether the current one allows the step.
-
-    A loss scale that has no `update` of its own is given the flag: its `update` would
-    check the gradients again, only to pass the same flag to `adjust`.
-    """
-    if type(loss_scale).update is LossScale.update:
-        return loss_scale._adjusted(finite), True
-    return _update(loss_scale, grads, axis_name)
-
-
 def _update(
     loss_scale: LossScale, grads: Any, axis_name: AxisName | None
 ) -> tuple[LossScale, Flag]:
@@ -126,7 +121,7 @@ def _update(
     new, allows = loss_scale.update(grads, axis_name)
     check_successor(new, loss_scale, "update")
     flag = True if allows is True else as_flag(allows, loss_scale, "update")
-    return within_bounds(new), flag
+    return new._within_bounds(), flag
 
 
 def _run_rule(
@@ -143,6 +138,7 @@ def _run_rule(
     """
     if value is not None:
         value = reduce_replicas(lax.pmean, value.astype(jnp.float32), axis_name)
+        # The mean of large losses, or a float64 loss, may overflow float32.
         passed = passed & jnp.isfinite(value)
     updated, allows = rule.update(norm, value)
     return choose(passed, updated, rule), passed & allows
@@ -150,7 +146,6 @@ def _run_rule(
 
 def _count(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
     """Counts one more step, applied or skipped."""
-    _check_replicas_agree(should_apply, state)
     one_more = optax.safe_increment(state.skipped_steps)
     one_more_in_a_row = optax.safe_increment(state.consecutive_skipped_steps)
     return state._replace(
@@ -167,10 +162,8 @@ def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> Non
     decide differently if `should_apply` varies along an axis but the state does not.
     With `check_vma=False`, JAX does not track the axes, so nothing is raised.
     """
-    axes_of_state = varying_axes(jnp.asarray(state.should_apply))
-    axes_apart = varying_axes(should_apply) - axes_of_state
-    if axes_apart:
-        name = min(map(repr, axes_apart))
+    name = _axis_apart(should_apply, [jnp.asarray(state.should_apply)])
+    if name is not None:
         raise ValueError(
             f"the replicas along the axis {name} of a shard_map share their state, but "
             "would each decide alone whether to apply the step, by their own gradients "
@@ -190,16 +183,20 @@ def _check_loss_is_of_all_replicas(value: jax.Array | None, grads: Any) -> None:
     if value is None:
         return
     leaves = filter(is_inexact_leaf, jax.tree.leaves(grads))
-    axes_of_grads = frozenset().union(*map(varying_axes, leaves))
-    axes_apart = varying_axes(value) - axes_of_grads
-    if axes_apart:
-        name = min(map(repr, axes_apart))
+    name = _axis_apart(value, leaves)
+    if name is not None:
         raise ValueError(
             f"the loss differs from replica to replica along the axis {name} of a "
             f"shard_map, but the gradients do not. {_DIFFERENTIATE_THE_MEAN}. If these "
             "are a mean of each replica's own already, pass the mean of the loss as "
             "value; a share of a loss that is meant to be summed is not passed at all"
         )
+
+
+def _axis_apart(x: jax.Array, others: Iterable[jax.Array]) -> str | None:
+    """Names an axis of a `shard_map` along which `x` varies, but none of the others."""
+    axes = varying_axes(x).difference(*map(varying_axes, others))
+    return min(map(repr, axes), default=None)
 
 
 _DIFFERENTIATE_THE_MEAN = (

@@ -48,6 +48,9 @@ LossScaleLike = (
 """
 
 
+_NAMED = {"dynamic": DynamicLossScale, "headroom": HeadroomLossScale}
+
+
 def as_loss_scale(description: LossScaleLike) -> LossScale:
     """Returns the loss scale that a word, a number or a config describes."""
     match description:
@@ -55,11 +58,8 @@ def as_loss_scale(description: LossScaleLike) -> LossScale:
             return description
         case None:
             return FixedLossScale(1)
-        # `case "dynamic"` would also match a NumPy array that holds this string.
-        case str() if description == "dynamic":
-            return DynamicLossScale()
-        case str() if description == "headroom":
-            return HeadroomLossScale()
+        case str() if description in _NAMED:
+            return _NAMED[description]()
         case dict():
             return LossScale.from_config(description)
     number = checks.python_number(description)
@@ -155,7 +155,8 @@ def _check_what_is_around(state: Any) -> None:
             "a transformation stands before with_loss_scale in an optax.chain, so it "
             "receives scaled gradients: clip_by_global_norm(1.0) would clip them, and "
             "the step would be as many times too small as the loss scale is large. Put "
-            "it inside: with_loss_scale(optax.chain(clip, optimizer))"
+            "it inside: with_loss_scale(optax.chain(clip, optimizer)). If these are "
+            "the states of two optimizers instead, pass the one with the loss scale"
         )
 
 
@@ -208,7 +209,7 @@ def resolve(loss_scale: Any) -> LossScale:
 
 
 def _is_description(x: Any) -> bool:
-    """Whether `x` is a `LossScaleLike`, not a state: None, a config, or a single leaf.
+    """Whether `x` is None, a config or a single leaf, and so not a state.
 
     A config is recognized by its keys, because a state may be a dict as well.
     """

@@ -47,8 +47,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: anything that `with_loss_scale` accepts, a traced number, or a state that holds
-        exactly one loss scale. No gradient flows into it.
+      loss_scale: anything that `with_loss_scale` accepts, a traced number, or a state
+        that holds exactly one loss scale. No gradient flows into it.
 
     Returns:
       The value of the loss, as a scalar of shape () in float32 or wider. If the loss is
@@ -118,8 +118,8 @@ def value_and_scaled_grad(
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
-      loss_scale: anything that `with_loss_scale` accepts, a traced number, or an optimizer state
-        that holds exactly one loss scale.
+      loss_scale: anything that `with_loss_scale` accepts, a traced number, or an
+        optimizer state that holds exactly one loss scale.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair `(loss, aux)`, where `aux` can be anything.
       **kwargs: further arguments of `jax.value_and_grad`.

@@ -32,24 +32,6 @@ from optax_lossscale._step.missing_gradients import (
     fill_missing,
 )
 
-FILTER_MODEL = "In Equinox, call tx.init(eqx.filter(model, eqx.is_inexact_array))"
-"""What to do if `init` receives leaves that are not arrays."""
-
-PASS_ARRAYS = (
-    "In Equinox, pass eqx.filter(model, eqx.is_inexact_array), or take the step by "
-    "tx.update and eqx.apply_updates(model, updates)"
-)
-"""What to do if the parameters of a step have such leaves."""
-
-SPLIT_MODEL = (
-    "In Equinox, use eqx.filter_value_and_grad on a function that returns "
-    "scale_gradient(loss, state). Or take the arrays out of the model, and "
-    "differentiate a function of them:\n"
-    "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
-    "    loss_fn = lambda params: loss(eqx.combine(params, static))"
-)
-"""What to do if such leaves are differentiated or are among the gradients."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +67,10 @@ class StepInputs:
         """Returns a copy with unscaled gradients, in float32 or wider."""
         # A compiled step unscales by an adaptive scale in several branches; under
         # `jit`, that is traced only once.
-        unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return self._with_kept_grads(unscale(loss_scale, self.kept_grads()))
+        grads = self.kept_grads()
+        if is_traced(loss_scale):
+            return self._with_kept_grads(_unscale(loss_scale, grads))
+        return self._with_kept_grads(loss_scale.unscale(grads))
 
     def with_zeros_for_nonfinite(self) -> Self:
         """Returns a copy in which zeros replace NaN and infinities, in the loss too."""
@@ -134,6 +118,25 @@ def prepare(
     return StepInputs(grads, params, value, kept, missing)
 
 
+FILTER_MODEL = "In Equinox, call tx.init(eqx.filter(model, eqx.is_inexact_array))"
+"""What to do if `init` receives leaves that are not arrays."""
+
+PASS_ARRAYS = (
+    "In Equinox, pass eqx.filter(model, eqx.is_inexact_array), or take the step by "
+    "tx.update and eqx.apply_updates(model, updates)"
+)
+"""What to do if the parameters of a step have such leaves."""
+
+SPLIT_MODEL = (
+    "In Equinox, use eqx.filter_value_and_grad on a function that returns "
+    "scale_gradient(loss, state). Or take the arrays out of the model, and "
+    "differentiate a function of them:\n"
+    "    params, static = eqx.partition(model, eqx.is_inexact_array)\n"
+    "    loss_fn = lambda params: loss(eqx.combine(params, static))"
+)
+"""What to do if such leaves are differentiated or are among the gradients."""
+
+
 def check_arrays(name: str, tree: Any, remedy: str = SPLIT_MODEL) -> None:
     """Raises a `TypeError` if a leaf is neither an array nor a number.
 
@@ -147,12 +150,9 @@ def check_arrays(name: str, tree: Any, remedy: str = SPLIT_MODEL) -> None:
             )
 
 
+@jax.jit
 def _unscale(loss_scale: LossScale, grads: Any) -> Any:
-    """Divides the gradients by the loss scale, in float32 or wider."""
     return loss_scale.unscale(grads)
-
-
-_unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:

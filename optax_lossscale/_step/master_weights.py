@@ -24,14 +24,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
+from optax_lossscale._arrays.precision import (
+    at_least_float32,
+    dtype_of,
+    is_narrow_leaf,
+    param_for_inner,
+)
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.variables import find_nodes
-from optax_lossscale._step.missing_gradients import (
-    fill_missing,
-    param_for_inner,
-    update_or_zeros,
-)
+from optax_lossscale._step.missing_gradients import fill_missing, update_or_zeros
 from optax_lossscale._step.state import check_inner_state
 from optax_lossscale._step.update import as_transformation, check_update_shape
 
@@ -120,12 +121,12 @@ def with_master_weights(
         or wider.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. Its `update` needs `params` and returns
-      updates in float32 or wider. The method `weights(params)` of its state returns the
-      master weights, for evaluation and export. A parameter whose
-      gradient is `None` stays as it is, and so do its slots in the inner state.
-      For parameters in float32 or wider, the updates are those of `inner`, and no
-      second copy is stored.
+      An `optax.GradientTransformationExtraArgs`. Its `update` needs `params` and
+      returns updates in float32 or wider. The method `weights(params)` of its state
+      returns the master weights, for evaluation and export. A parameter whose gradient
+      is `None` stays as it is, and so do its slots in the inner state. For parameters
+      in float32 or wider, the updates are those of `inner`, and no second copy is
+      stored.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation.

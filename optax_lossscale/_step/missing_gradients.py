@@ -24,6 +24,7 @@ from optax_lossscale._arrays.precision import (
     at_least_float32,
     dtype_of,
     is_inexact_leaf,
+    param_for_inner,
 )
 
 
@@ -115,17 +116,6 @@ def fill_missing(grads: Any, params: Any) -> tuple[Any, MissingGradients]:
 def differentiated_params(params: Any) -> Any:
     """Returns the parameters with gradients: for `optax.lookahead`, the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-def param_for_inner(param: Any) -> Any:
-    """Converts a parameter for the inner optimizer: to float32 or wider.
-
-    No optimizer can compute with a PRNG key, so zeros of its shape stand in for it.
-    """
-    is_array = isinstance(param, jax.Array)
-    if is_array and jnp.issubdtype(param.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(param.shape, jnp.float32)
-    return at_least_float32(param)
 
 
 def update_or_zeros(param: Any, update: Any) -> Any:

@@ -129,9 +129,11 @@ def _shown(x: Any, other: Any) -> str:
     """Shows a configuration; beside one of the same class, only what differs."""
     if not isinstance(x, Stateful) or type(x) is not type(other):
         return shown(x)
-    config = x.get_config()["config"]
-    differing = dict(config.items() - other.get_config()["config"].items())
-    listed = ", ".join(f"{name}={value!r}" for name, value in differing.items())
+    theirs = other.get_config()["config"]
+    config = x.get_config()["config"].items()
+    listed = ", ".join(
+        f"{name}={value!r}" for name, value in config if value != theirs[name]
+    )
     return f"{type(x).__name__}({listed})"
 
 
@@ -169,8 +171,8 @@ def check_inner_state(
 def _misfit(path: Any, x: Any, needed: Any) -> str | None:
     """Says how an array does not do for what is needed, or returns None if it does."""
     is_narrower = is_narrow_leaf(x) and dtype_of(x).itemsize < needed.dtype.itemsize
-    is_other_rest = _is_remainder(x) != _is_remainder(needed)
-    if np.shape(x) == needed.shape and not is_narrower and not is_other_rest:
+    is_other_remainder = _is_remainder(x) != _is_remainder(needed)
+    if np.shape(x) == needed.shape and not is_narrower and not is_other_remainder:
         return None
     actual = f"{dtype_of(x)}{list(np.shape(x))}"
     wanted = f"{dtype_of(needed)}{list(needed.shape)}"

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.precision import strongly_typed
+from optax_lossscale._arrays.precision import param_for_inner, strongly_typed
 from optax_lossscale._arrays.replicas import AxisName
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step import inputs
@@ -29,7 +29,6 @@ from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.mask import Mask
 from optax_lossscale._step.master_weights import with_remainders
-from optax_lossscale._step.missing_gradients import param_for_inner
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -129,16 +128,16 @@ class ScaledStep:
         self._check_state(state, params)
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled_by(state.loss_scale)
+        skips_nonfinite = self.skip is not None
         should_apply, new_state = decide_step(
-            unscaled, state, self.skip, self.axis_name
+            unscaled, state, self.axis_name, skips_nonfinite=skips_nonfinite
         )
-        update = InnerUpdate(self.inner, extra_args, to_params=to_params)
         params_or_updates, inner_state = apply_or_skip(
             should_apply,
-            update,
-            (scaled, state),
+            InnerUpdate(self.inner, extra_args, to_params=to_params),
+            (scaled, state.loss_scale, state.inner_state),  # It unscales them again.
             self.branch,
-            skips_nonfinite=self.skip is not None,
+            skips_nonfinite=skips_nonfinite,
         )
         return params_or_updates, new_state._replace(inner_state=inner_state)
 

@@ -18,13 +18,20 @@ import numpy as np
 import optax
 
 from optax_lossscale._arrays.checks import shown
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strongly_typed
+from optax_lossscale._arrays.precision import (
+    at_least_float32,
+    dtype_of,
+    param_for_inner,
+    strongly_typed,
+)
 from optax_lossscale._step.inputs import StepInputs
-from optax_lossscale._step.missing_gradients import param_for_inner, update_or_zeros
+from optax_lossscale._step.missing_gradients import update_or_zeros
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """Checks the argument `inner` of a wrapper; returns one that may be given a `value`.
+    """Checks the argument `inner` of a wrapper; returns it as a transformation.
+
+    If it takes extra arguments, `value` may be one of them.
 
     Raises a `TypeError` if `inner` does not have an `init` and an `update`.
     """
@@ -39,6 +46,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
         # Its `gradient_transformation` would drop the loss and extra arguments.
         return optax.GradientTransformationExtraArgs(init, update)
     if not isinstance(inner, optax.GradientTransformationExtraArgs):
+        # With `optax.with_extra_args_support` here, it could not be pickled.
         return inner
     parameters = inspect.signature(update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -65,7 +73,7 @@ class InnerUpdate:
     extra_args: Mapping[str, Any]
     to_params: bool
 
-    def apply(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
+    def run(self, unscaled: StepInputs, inner_state: Any) -> tuple[Any, Any]:
         """Runs the update; returns new parameters or updates, and the new inner state.
 
         The new inner state has the dtypes of the old one and keeps the old slots, such
