@@ -60,8 +60,15 @@ def traced_once(eqn: JaxprEqn, function: Function) -> Function:
         return function(args)
 
     program.__name__ = eqn.params.get("name", name_of(eqn))  # for profiles
-    calls = CALLS | {"custom_jvp_call", "custom_vjp_call"}
-    return jax.jit(program, inline=name_of(eqn) not in calls)
+    call = jax.jit(program)
+    if name_of(eqn) in CALLS | {"custom_jvp_call", "custom_vjp_call"}:
+        return call
+
+    def inlined(args):
+        # With `inline=True`, its equations would have the line of the loop.
+        return jaxpr_as_fun(call.trace(args).jaxpr)(*args)
+
+    return inlined
 
 
 # --- One function for each operation; each returns the equation's results ---

@@ -80,8 +80,8 @@ class FixedLossScale(LossScale):
     def _upper_bound(self) -> float:
         return self.initial_scale
 
-    def _within_bounds(self) -> Self:
-        return self
+    def _succeeded_by(self, new: Self, method: str) -> Self:
+        return new
 
 
 def _widened(tree: T) -> T:

@@ -64,7 +64,7 @@ class LossScale(Stateful):
 
     A loss scale is immutable: `update` and `adjust` return a new one. If you define
     `__post_init__`, call `super().__post_init__()` in it. A scale beyond 2**-60 or
-    2**60 is brought back to that bound after each step.
+    2**60 is brought back to that bound after each step, and a NaN to the old scale.
 
     Args:
       initial_scale: the loss scale before the first step, from 2**-60 to 2**60.
@@ -153,13 +153,7 @@ class LossScale(Stateful):
             `shard_map`.
         """
         finite = on_all_replicas(all_finite(grads), axis_name)
-        return self._adjusted(finite), finite
-
-    def _adjusted(self, grads_finite: ArrayLike) -> Self:
-        """Returns what `adjust` returns, checked, with the scale within its bounds."""
-        new = self.adjust(grads_finite)
-        checks.check_successor(new, self, "adjust")
-        return new._within_bounds()
+        return self._succeeded_by(self.adjust(finite), "adjust"), finite
 
     def exhausted(self) -> jax.Array:
         """Whether gradients overflowed at a scale that could not be lowered.
@@ -214,7 +208,11 @@ class LossScale(Stateful):
         """Returns a number that the scale never exceeds; infinity if none is known."""
         return math.inf
 
-    def _within_bounds(self) -> Self:
-        """Brings a scale that a rule has chosen back to 2**-60 or 2**60, if beyond."""
-        scale = jnp.clip(self.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
-        return self.replace(loss_scale=scale)
+    def _succeeded_by(self, new: Self, method: str) -> Self:
+        """Returns what `method` has returned, checked, with a scale within the bounds.
+
+        A scale that is NaN would stay NaN, so the old one is kept.
+        """
+        checks.check_successor(new, self, method)
+        scale = jnp.where(jnp.isnan(new.loss_scale), self.loss_scale, new.loss_scale)
+        return new.replace(loss_scale=jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE))

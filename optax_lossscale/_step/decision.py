@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._arrays.checks import as_flag, check_successor
+from optax_lossscale._arrays.checks import as_flag
 from optax_lossscale._arrays.finite import LARGEST_FLOAT32, norm_and_all_finite
 from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._arrays.replicas import (
@@ -75,11 +75,13 @@ def decide_step(
 
     _check_loss_is_of_all_replicas(value, grads)
     norm, finite = _norm_and_finite(grads, axis_name)
-    if type(state.loss_scale).update is LossScale.update:
+    scale = state.loss_scale
+    if type(scale).update is LossScale.update:
         # It would check the gradients again, only to pass the same flag to `adjust`.
-        adapted, grads_pass = state.loss_scale._adjusted(finite), finite
+        adapted = scale._succeeded_by(scale.adjust(finite), "adjust")
+        grads_pass = finite
     else:
-        adapted, allows = _update(state.loss_scale, grads, axis_name)
+        adapted, allows = _update(scale, grads, axis_name)
         grads_pass = finite & allows
     loss_finite = True
     if value is not None:
@@ -91,7 +93,7 @@ def decide_step(
     _check_replicas_agree(should_apply, state)
     scale_adapts = should_apply | (loss_finite & ~grads_pass)
     new_state = state._replace(
-        loss_scale=choose(scale_adapts, adapted, state.loss_scale),
+        loss_scale=choose(scale_adapts, adapted, scale),
         gradient_norm=norm,
         skip_rule=rule,
     )
@@ -119,9 +121,8 @@ def _update(
 ) -> tuple[LossScale, Flag]:
     """Returns the next loss scale and whether it allows the step, by `update`."""
     new, allows = loss_scale.update(grads, axis_name)
-    check_successor(new, loss_scale, "update")
-    flag = True if allows is True else as_flag(allows, loss_scale, "update")
-    return new._within_bounds(), flag
+    new = loss_scale._succeeded_by(new, "update")
+    return new, True if allows is True else as_flag(allows, loss_scale, "update")
 
 
 def _run_rule(

@@ -252,17 +252,19 @@ def _numbers_in(tree: Any) -> dict[str, Any]:
 def _handed_on(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     """Returns the arrays in the arguments that a skipped step must not change.
 
-    These are floats, and in the state of a wrapped optimizer also integers. Elsewhere,
-    integers may be counters of calls, or keys. What a state records about its last
-    step is not among them.
+    These are floats, and also integers in what a `LossScaleState` holds of the wrapped
+    optimizer and of a skip rule. Elsewhere, integers may be counters of calls, or keys.
+    What a state records about its last step is not among them.
     """
     states = nodes_in(LossScaleState, args)
     records = tuple(f"{place}." for place in states)
-    inner_states = tuple(f"{place}.inner_state" for place in states)
+    kept = tuple(
+        f"{place}.{name}" for place in states for name in ("inner_state", "skip_rule")
+    )
     return {
         f"args{place}": _on_host(x)
         for place, x in _numbers_in(args).items()
-        if place.startswith(inner_states)
+        if place.startswith(kept)
         or (is_inexact_leaf(x) and not place.startswith(records))
     }
 
@@ -286,14 +288,22 @@ def _origins(
             for (result, new), name, old in pairs
             if _form_of(new) == _form_of(old)
         }
-    try:
-        return {list(results)[result]: names[i] for i, result in carry.items()}
-    except IndexError:
-        raise ValueError(
-            f"carry={carry} must lead from positions of the {len(args)} arguments to "
-            f"positions of the {len(results)} results, from 0 on. For example, "
-            "carry={0: 1} says that result 1 stands for argument 0"
-        ) from None
+    origins = {}
+    for i, n in carry.items():
+        if i not in range(len(args)) or n not in range(len(results)):
+            raise ValueError(
+                f"carry={carry} must lead from positions of the {len(args)} arguments "
+                f"to positions of the {len(results)} results, from 0 on. For example, "
+                "carry={0: 1} says that result 1 stands for argument 0"
+            )
+        result = list(results)[n]
+        if _form_of(results[result]) != _form_of(args[i]):
+            raise ValueError(
+                f"carry={carry} says that {result} stands for {names[i]}, which has "
+                "another structure or other shapes"
+            )
+        origins[result] = names[i]
+    return origins
 
 
 def _form_of(tree: Any) -> Any:
@@ -314,16 +324,15 @@ def _count_skips(tree: Any) -> int:
 
 
 def _metrics_in(names: Iterable[str], tree: Any) -> set[str]:
-    """Returns the names that `metrics` gives in a dict with a `log2_loss_scale`.
+    """Returns the names of what `metrics` says of loss scales, in the dicts with it.
 
-    These may have a prefix, as in `{f"train/{name}": x for name, x in ….items()}`.
+    They may have a prefix, as in `{f"train/{name}": x for name, x in ….items()}`.
     """
     end = "log2_loss_scale']"
     starts = [name.removesuffix(end) for name in names if name.endswith(end)]
-    owners = nodes_in(LossScaleState, tree) | nodes_in(LossScale, tree)
     return {
         f"{start}{name}']"
-        for owner in owners.values()
+        for owner in nodes_in(LossScale, tree).values()
         for name in jax.eval_shape(metrics, owner)
         for start in starts
     }

@@ -183,7 +183,9 @@ def test_update_looks_at_the_gradients(ls):
         chex.assert_trees_all_close(new, jax.tree.map(jnp.asarray, ls.adjust(False)))
 
 
-@pytest.mark.parametrize(("factor", "bound"), [(1e30, 2.0**60), (1e-30, 2.0**-60)])
+@pytest.mark.parametrize(
+    ("factor", "bound"), [(1e30, 2.0**60), (1e-30, 2.0**-60), (np.nan, 2.0**15)]
+)
 @pytest.mark.parametrize("skip", ["nonfinite", None])
 def test_a_scale_beyond_the_bounds_is_brought_back(factor, bound, skip):
     class Wild(ols.LossScale):

@@ -314,6 +314,22 @@ def test_devices_that_apply_their_own_gradients_drift_apart(check, mapped):
     check(*alone, ignore=["result[0]", "result[1]"])
 
 
+@each_assertion
+def test_devices_whose_losses_differ_let_a_rule_drift_apart(check):
+    tx = ols.with_loss_scale(INNER, LOSS_SCALE, skip=ols.skips.spikes())
+
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
+        grads = jax.lax.pmean(grads, "batch")
+        return tx.apply_gradients(grads, state, params, value=loss)
+
+    step = jax.pmap(step, axis_name="batch")
+    given = jax.tree.map(lambda x: jnp.stack([x, x]), (PARAMS, tx.init(PARAMS)))
+    with pytest.raises(AssertionError, match="along the axis 'batch'") as error:
+        check(step, *given, X.reshape(2, 4, 4), Y.reshape(2, 4, 3))
+    assert "result[1].skip_rule" in str(error.value)
+
+
 @each_map
 def test_devices_that_decide_alone_drift_apart_at_a_nan(mapped):
     check = ols.testing.assert_survives_overflow
@@ -342,10 +358,23 @@ def test_wrong_calls_get_their_own_words(check):
         check(PARAMS, state, step)
     with pytest.raises(TypeError, match=r"or by jax\.debug\.callback|outside jit"):
         jax.jit(lambda state: check(step, PARAMS, state, X, Y))(state)
-    with pytest.raises(ValueError, match=r"carry=\{0: 7\} must lead"):
-        check(step, PARAMS, state, X, Y, carry={0: 7})
+    given = step, PARAMS, state, X, Y
+    for carry, said in (
+        ({0: 7}, r"carry=\{0: 7\} must lead"),
+        ({0: -1}, r"carry=\{0: -1\} must lead"),
+        ({0: 2}, r"says that result\[2\] stands for args\[0\], which has another"),
+        ((0, 1), r"carry must be a dict \{argument: result\}"),
+        ({"params": 0}, r"carry must be a dict \{argument: result\}"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check(*given, carry=carry)
     with pytest.raises(ValueError, match=r"ignore='result\[9\]' names nothing"):
-        check(step, PARAMS, state, X, Y, ignore="result[9]")
+        check(*given, ignore="result[9]")
+    for ignore in (2, "", [0]):
+        with pytest.raises(ValueError, match="ignore must be a name of a result"):
+            check(*given, ignore=ignore)
+    with pytest.raises(TypeError, match="runs the step: pass arrays"):
+        check(*given[:3], jax.ShapeDtypeStruct((8, 4), jnp.float32), Y)
     none = ols.with_loss_scale(INNER, None)
     with pytest.raises(ValueError, match=r"bfloat16|nan_in=2"):
         check(step, PARAMS, none.init(PARAMS), X, Y)
@@ -362,6 +391,13 @@ def test_results_in_other_places_are_to_be_said():
     with pytest.raises(ValueError, match=r"not handed on(.|\n)*carry=\{0: 1, 1: 2\}"):
         check()
     check(carry={0: 1, 1: 2})
+
+    def in_a_dict(*given):
+        loss, params, state = in_order_of_minimize(*given)
+        return {"loss": loss, "params": params, "state": state}
+
+    with pytest.raises(ValueError, match="is to return a tuple"):
+        ols.testing.assert_survives_overflow(in_a_dict, *begun(TX), X, Y)
     with pytest.raises(ValueError, match="nan_in=5 names no argument"):
         check(carry={0: 1, 1: 2}, nan_in=5)
 

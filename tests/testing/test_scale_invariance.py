@@ -6,6 +6,7 @@ import warnings
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from pairs import product
@@ -275,6 +276,19 @@ def test_variables_of_nnx_that_are_aliases_count_once(right):
     assert "tied" not in str(error.value)
 
 
+def test_a_step_that_draws_its_own_numbers_is_no_function_of_its_arguments():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    generator = np.random.default_rng(0)
+
+    def step(params, state, x):
+        noisy = x + generator.standard_normal(x.shape)
+        return tx.minimize(small_loss, state, params, noisy)[1:]
+
+    with pytest.raises(AssertionError, match="run again with the same arguments"):
+        for _ in range(5):
+            check(step, PARAMS, tx.init(PARAMS), X)
+
+
 # --- what depends on the scale, and what does not ---
 
 
@@ -311,15 +325,16 @@ def logging_step():
             "metrics": {f"train/{k}": x for k, x in ols.metrics(state).items()},
         }
         wrong = {name: log(scaled) for name, log in LOGS.items()}
+        wrong["metrics"] = ols.metrics(state) | {"gradient_norm": norm_of(scaled)}
         return params, state, {"loss": loss, **right}, wrong
 
     return step, (params, tx.init(params), batch)
 
 
-@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("name", [*LOGS, "metrics"])
 def test_what_is_logged_of_scaled_gradients_is_found(name):
     step, arguments = logging_step()
-    ignored = [f"result[3]['{other}']" for other in LOGS if other != name]
+    ignored = [f"result[3]['{other}']" for other in {*LOGS, "metrics"} - {name}]
     if name == "flag":  # its threshold is crossed at none of the scales tried
         check(step, *arguments, ignore=ignored)
         return
