@@ -14,7 +14,7 @@ from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._autocast.products import usual_precision
 from optax_lossscale._diagnosis.dtypes import DtypeReport, products_in
 from optax_lossscale._diagnosis.equation import Value, value_of
-from optax_lossscale._diagnosis.figures import OFF, compare
+from optax_lossscale._diagnosis.figures import compare
 from optax_lossscale._diagnosis.gradient import Argument, Gradient, gradient_of
 from optax_lossscale._diagnosis.program import Program, Run
 from optax_lossscale._diagnosis.report import (
@@ -25,10 +25,9 @@ from optax_lossscale._diagnosis.report import (
     counted,
 )
 from optax_lossscale._diagnosis.table import PARAMETER, Origins, Row, ranked
-from optax_lossscale._programs.values import is_inexact_dtype, is_narrow_dtype
+from optax_lossscale._programs.values import is_narrow_dtype
 from optax_lossscale._scales.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._step.get_loss_scale import get_loss_scale
-from optax_lossscale._step.state import loss_scales_in
 
 
 def diagnose(
@@ -75,8 +74,8 @@ def diagnose(
         scalar, or makes a `jax.Ref`.
       TypeError: if an argument is a traced array, as inside `jit`, or a
         `jax.ShapeDtypeStruct`.
-      ValueError: if `opt_state` holds more than one loss scale, or a wrapper that
-        `get_loss_scale` refuses, such as `optax.MultiSteps`.
+      ValueError: if `params` holds no floating-point array, or `opt_state` is one that
+        `get_loss_scale` refuses.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,7 +93,7 @@ def diagnose(
     checks.check_function("loss_fn", loss_fn)
     checks.check_concrete("diagnose", (params, args, kwargs, opt_state))
     loss_scale = None
-    if loss_scales_in(opt_state):
+    if opt_state is not None:
         loss_scale = float(get_loss_scale(opt_state)())
     # Values that are not finite must be reported, not raised as errors, and the host
     # must be allowed to read all values.
@@ -107,10 +106,10 @@ def diagnose(
     ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
         is_autocast = False
-        if _computes_in_float32(gradient):
+        if not _has_narrow_products(gradient):
             function = autocast(loss_fn)
             narrowed = gradient_of(function, params, args, kwargs, has_aux)
-            is_autocast = not _computes_in_float32(narrowed)
+            is_autocast = _has_narrow_products(narrowed)
             gradient = narrowed if is_autocast else gradient
         return _diagnosis(gradient, is_autocast, loss_scale)
 
@@ -119,10 +118,9 @@ def _dtypes(gradient: Gradient) -> DtypeReport:
     return DtypeReport(products_in(gradient.program, usual_precision()))
 
 
-def _computes_in_float32(gradient: Gradient) -> bool:
-    """Whether no product of floats is computed in 16 bits."""
-    dtypes = [x for x in _dtypes(gradient).shares if is_inexact_dtype(x)]
-    return not any(map(is_narrow_dtype, dtypes))
+def _has_narrow_products(gradient: Gradient) -> bool:
+    """Whether a product is computed in 16 bits."""
+    return any(map(is_narrow_dtype, _dtypes(gradient).shares))
 
 
 def _diagnosis(
@@ -146,6 +144,13 @@ def _diagnosis(
     scale, overflow = _scale_that_fits(unscaled_rows)
     scaled, scaled_rows = (unscaled, unscaled_rows)
     if scale != 1:
+        scaled, scaled_rows = backward(scale)
+    # What 16 bits make of gradients may be larger than float32's, and so may be the
+    # sums on the way to one.
+    while scale > 1 and any(
+        scaled[name].error == math.inf > unscaled[name].error for name in scaled
+    ):
+        scale /= 4
         scaled, scaled_rows = backward(scale)
     gradients = {name: _figures(unscaled[name], scaled[name], scale) for name in scaled}
     judged = counted(gradients)
@@ -217,9 +222,10 @@ def _scale_that_fits(rows: Sequence[Row]) -> tuple[float, Row | None]:
 
 def _figures(unscaled: Value, scaled: Value, scale: float) -> GradientFigures:
     figures = compare(scaled.low, scaled.true)
+    is_infinite = figures.infinite or figures.undefined
     return GradientFigures(
         error=figures.error,
         lost=figures.lost,
         lost_unscaled=compare(unscaled.low, unscaled.true).lost,
-        size=figures.size / scale if figures.wrong in (0, OFF) else math.inf,
+        size=math.inf if is_infinite else figures.size / scale,
     )

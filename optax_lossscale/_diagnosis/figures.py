@@ -18,79 +18,145 @@ Rounding to 16 bits gives errors of a tenth of that in sound models of many laye
 OFF = 1
 """What is wrong with a value: it is off."""
 
-INFINITE = 2
+OVERFLOWN = 2
+"""What is wrong with a value: it is off, as it is not finite though float32's is."""
+
+INFINITE = 4
 """What is wrong with a value: it is infinite, in float32, too."""
 
-UNDEFINED = 4
+UNDEFINED = 8
 """What is wrong with a value: it is NaN, in float32, too."""
+
+# How many elements are compared at a time: few enough to stay in a processor's cache
+_CHUNK = 2**15
 
 
 class Figures(NamedTuple):
     """What a value and the same value in float32 say of each other.
 
     Attributes:
-      wrong: what is wrong: a sum of `OFF`, `INFINITE` and `UNDEFINED`, or 0.
-      error: the norm of their difference over that of float32's value, or 1 if that is
-        0; infinite if an element is not finite though float32's is.
-      distance: the norm of their difference.
-      lost: of the elements that are not zero in float32, the share that is zero.
-      lost_error: the share of the squared difference that is due to these elements.
+      count: how many elements there are.
+      infinite: how many are infinite in float32.
+      undefined: how many are NaN in float32.
+      overflown: how many are not finite though float32's are.
+      nonzero: how many are finite and not zero in float32.
+      vanished: how many of these are zero.
+      squares: the sum of the squares of float32's finite elements.
+      squared_distance: the sum of the squared differences of what is finite in both.
+      squared_vanished: what vanished elements contribute to it.
       largest: the largest finite magnitude in float32.
-      size: the norm of float32's finite elements.
-      typical: their root mean square.
     """
 
-    wrong: int
-    error: float
-    distance: float
-    lost: float
-    lost_error: float
+    count: int
+    infinite: int
+    undefined: int
+    overflown: int
+    nonzero: int
+    vanished: int
+    squares: float
+    squared_distance: float
+    squared_vanished: float
     largest: float
-    size: float
-    typical: float
+
+    @property
+    def wrong(self) -> int:
+        """What is wrong: a sum of `OFF`, `OVERFLOWN`, `INFINITE`, `UNDEFINED`, or 0."""
+        return (
+            OFF * (self.error > TOLERANCE)
+            + OVERFLOWN * (self.overflown > 0)
+            + INFINITE * (self.infinite > 0)
+            + UNDEFINED * (self.undefined > 0)
+        )
+
+    @property
+    def size(self) -> float:
+        """The norm of float32's finite elements."""
+        return math.sqrt(self.squares)
+
+    @property
+    def distance(self) -> float:
+        """The norm of the difference of what is finite in both."""
+        return math.sqrt(self.squared_distance)
+
+    @property
+    def error(self) -> float:
+        """The distance over the size, or 1 if that is 0; infinite if any is overflown."""
+        return math.inf if self.overflown else _ratio(self.distance, self.size)
+
+    @property
+    def lost(self) -> float:
+        """Of the elements that are not zero in float32, the share that is zero."""
+        return _ratio(self.vanished, self.nonzero)
+
+    @property
+    def lost_error(self) -> float:
+        """The share of the squared difference that is due to these elements."""
+        return _ratio(self.squared_vanished, self.squared_distance)
+
+    @property
+    def typical(self) -> float:
+        """The root mean square of float32's finite elements."""
+        finite = self.count - self.infinite - self.undefined
+        return math.sqrt(self.squares / max(finite, 1))
 
 
 def compare(low: Any, true: Any) -> Figures:
     """Compares a floating-point or complex array with the same array in float32."""
+    low = np.asarray(low).ravel()
+    true = np.asarray(true).ravel()
     # No square of a float32 overflows in float64.
     wide = np.result_type(true.dtype, np.float64)
-    low = np.asarray(low).ravel().astype(wide)
-    true = np.asarray(true).ravel().astype(wide)
-    is_known = np.isfinite(true)
-    is_finite = is_known & np.isfinite(low)
-    wrong = 0
-    if not is_known.all():
-        wrong += INFINITE * bool(np.isinf(true).any())
-        wrong += UNDEFINED * bool(np.isnan(true).any())
-    magnitudes = np.abs(_where(is_known, true))
-    low = _where(is_finite, low)
-    true = _where(is_finite, true)
-    distances = np.abs(low - true)
-    is_lost = (low == 0) & (true != 0)
-    size = _norm(magnitudes)
-    distance = _norm(distances)
-    error = math.inf
-    if np.array_equal(is_known, is_finite):
-        error = _ratio(distance, size)
+    chunks = [
+        _compare(low[n : n + _CHUNK].astype(wide), true[n : n + _CHUNK].astype(wide))
+        for n in range(0, max(low.size, 1), _CHUNK)
+    ]
+    *columns, magnitudes = zip(*chunks, strict=True)
+    return Figures(*map(sum, columns), largest=max(magnitudes))
+
+
+def _compare(low: np.ndarray, true: np.ndarray) -> Figures:
+    largest = _largest(true)
+    if not math.isfinite(largest + _largest(low)):
+        return _compare_what_is_finite(low, true)
+    distance = low - true
+    vanished = distance[(low == 0) & (true != 0)]
     return Figures(
-        wrong=wrong + OFF * (error > TOLERANCE),
-        error=error,
-        distance=distance,
-        lost=_ratio(int(np.count_nonzero(is_lost)), int(np.count_nonzero(true))),
-        lost_error=_ratio(_norm(distances[is_lost]), distance) ** 2,
-        largest=float(magnitudes.max(initial=0)),
-        size=size,
-        typical=size / max(magnitudes.size, 1) ** 0.5,
+        count=true.size,
+        infinite=0,
+        undefined=0,
+        overflown=0,
+        nonzero=np.count_nonzero(true),
+        vanished=vanished.size,
+        squares=_squares(true),
+        squared_distance=_squares(distance),
+        squared_vanished=_squares(vanished),
+        largest=largest,
     )
 
 
-def _where(is_kept: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return x if is_kept.all() else x[is_kept]
+def _compare_what_is_finite(low: np.ndarray, true: np.ndarray) -> Figures:
+    is_known = np.isfinite(true)
+    is_finite = is_known & np.isfinite(low)
+    overflown = true[is_known & ~is_finite]
+    figures = _compare(low[is_finite], true[is_finite])
+    return figures._replace(
+        count=true.size,
+        infinite=np.count_nonzero(np.isinf(true)),
+        undefined=np.count_nonzero(np.isnan(true)),
+        overflown=overflown.size,
+        nonzero=figures.nonzero + np.count_nonzero(overflown),
+        squares=figures.squares + _squares(overflown),
+        largest=max(figures.largest, _largest(overflown)),
+    )
 
 
-def _norm(x: np.ndarray) -> float:
-    # As fast as `np.linalg.norm`, which starts threads.
-    return math.sqrt(np.einsum("i,i->", x, x))
+def _squares(x: np.ndarray) -> float:
+    return float(np.vdot(x, x).real)
+
+
+def _largest(x: np.ndarray) -> float:
+    """Returns the largest magnitude; it is not finite if any is not."""
+    return float(np.abs(x).max(initial=0))
 
 
 def _ratio(part: float, whole: float) -> float:

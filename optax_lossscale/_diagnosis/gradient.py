@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Var
 
-from optax_lossscale._arrays.checks import path_name
+from optax_lossscale._arrays.checks import path_name, shown
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._programs.call import is_traceable
@@ -66,11 +66,17 @@ def gradient_of(
     Raises:
       TypeError: if an argument is a `jax.ShapeDtypeStruct`, or if the loss is not a
         real floating-point scalar.
+      ValueError: if no parameter is an array of floats.
     """
     inputs = (_with_floats_as_arrays(params), args, kwargs)
     arguments = _arguments(inputs)
     arrays = [argument.array for argument in arguments]
     positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
+    if not positions:
+        raise ValueError(
+            "params must hold a floating-point array, to take the gradient with respect "
+            f"to, got {shown(params)}. Call diagnose(loss_fn, params, *args)"
+        )
     gradient = _gradient_function(loss_fn, inputs, positions, has_aux)
     program = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
     forward, backward = _divided(flat(program))

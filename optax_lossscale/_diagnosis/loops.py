@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from optax_lossscale._diagnosis.equation import Value, compiled
+from optax_lossscale._diagnosis.equation import Value
 from optax_lossscale._diagnosis.table import Fault, Iterations
 from optax_lossscale._programs.values import Array
 from optax_lossscale._programs.walk import carry_positions, first_inner_operand
@@ -57,10 +57,11 @@ def scan(eqn: JaxprEqn, programs: Sequence[Function]) -> Function:
     return run
 
 
-def while_loop(eqn: JaxprEqn, programs: Sequence[Function]) -> Function:
-    """Runs a `while`, the first `MOST_ITERATIONS` on pairs."""
+def while_loop(
+    eqn: JaxprEqn, programs: Sequence[Function], as_it_is: Function
+) -> Function:
+    """Runs a `while`: the first `MOST_ITERATIONS` on pairs, and the rest as it is."""
     condition, body = programs
-    as_it_is = compiled(eqn)
     n_condition = first_inner_operand(eqn)
     n_constants = carry_positions(eqn).start
 
@@ -72,8 +73,7 @@ def while_loop(eqn: JaxprEqn, programs: Sequence[Function]) -> Function:
             if not goes_on.low:
                 return carry
             carry = body([*operands[n_condition:n_constants], *carry], inside)
-        lows = [x.low for x in (*operands[:n_constants], *carry)]
-        return list(map(Value, *as_it_is(lows, lows)))
+        return as_it_is([*operands[:n_constants], *carry], iterations)
 
     return run
 

@@ -54,7 +54,7 @@ _IDENTITIES = frozenset(
     ["copy", "name", "optimization_barrier", "pvary", "reshard", "sharding_constraint"]
 )
 
-_LOOPS = {"cond": loops.cond, "scan": loops.scan, "while": loops.while_loop}
+_LOOPS = {"cond": loops.cond, "scan": loops.scan}
 
 
 class Run(NamedTuple):
@@ -134,6 +134,8 @@ def _function_of(eqn: JaxprEqn, run: Run, outer: Row | None) -> loops.Function:
     programs = [Program(flat(program), run, row) for program in _on_pairs(eqn)]
     if not programs:
         return _Equation(eqn, run, row)
+    if name == "while":
+        return loops.while_loop(eqn, programs, _Equation(eqn, run, row))
     return _LOOPS[name](eqn, programs) if name in _LOOPS else programs[0]
 
 
@@ -213,7 +215,7 @@ class _Equation:
             row.note(figures, error_before, iterations)
             fault = None
             if figures.wrong:
-                faults = filter(None, (x.fault for x in operands))
+                faults = [x.fault for x in operands if x.fault]
                 fault = Fault(
                     figures.wrong,
                     [x for x in faults if _leads_to(x, figures.wrong)],
@@ -221,19 +223,13 @@ class _Equation:
                     error_before,
                     figures.error,
                     iterations,
+                    new=figures.wrong & ~_wrong_in(faults),
                 )
-                if self._is_new(fault, operands):
+                if fault.new:
                     self._explain(fault, figures, lows, low_results, n)
             value = Value(low, true, row, figures.error, fault, is_scaled)
             results.append(value)
         return results
-
-    def _is_new(self, fault: Fault, operands: Sequence[Value]) -> bool:
-        """Whether something is wrong with a value that is not wrong with an operand."""
-        new = fault.wrong
-        for x in operands:
-            new &= ~(x.fault.wrong if x.fault else 0)
-        return new != 0
 
     def _explain(
         self,
@@ -243,18 +239,21 @@ class _Equation:
         low_results: Arrays,
         position: int,
     ) -> None:
-        """Says in a word why a result is wrong though its operands are right."""
-        self._origins.faults.append(fault)
-        if fault.wrong != OFF:
+        """Says in a word why a result is wrong in a way in which no operand is."""
+        if fault.new & (INFINITE | UNDEFINED):
             fault.cause = "overflows"
+            self._origins.faults.append(fault)
             return
         # What float32 makes of the operands as they are, right but for some digits.
         wide = [widened(x) for x in lows]
         alone = in_float32(self._eqn, lows, wide, low_results)[position]
         own = compare(low_results[position], alone)
+        if not fault.new & OFF and not own.overflown:
+            return  # It computes right, from an operand that is off.
+        self._origins.faults.append(fault)
         if fault.error == math.inf:
             fault.cause = "overflows"
-            fault.is_inherited = own.error < math.inf
+            fault.is_inherited = not own.overflown
         elif own.distance > figures.distance / 2:
             fault.cause = "vanishes" if figures.lost_error > 0.5 else "rounds"
         elif fault.error > 2 * fault.error_before:
@@ -262,6 +261,14 @@ class _Equation:
             fault.is_inherited = True
         else:
             fault.cause = "rounds"
+
+
+def _wrong_in(faults: Sequence[Fault]) -> int:
+    """Returns what is wrong with any of some values."""
+    wrong = 0
+    for fault in faults:
+        wrong |= fault.wrong
+    return wrong
 
 
 def _leads_to(fault: Fault, wrong: int) -> bool:

@@ -106,8 +106,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [
             self._dtypes_text(),
-            f"Loss: {self.loss:.6g}, in float32 {self.loss_in_float32:.6g}; error "
-            f"{percent(self.loss_error)}",
+            self._loss_text(),
             self._gradients_text(),
         ]
         if self.not_finite:
@@ -126,11 +125,20 @@ class Diagnosis:
         how = ", as autocast makes it" if self.is_autocast else ""
         return f"Products: {', '.join(shares) or 'none'}{how}"
 
+    def _loss_text(self) -> str:
+        text = f"Loss: {self.loss:.6g}, in float32 {self.loss_in_float32:.6g}"
+        if math.isfinite(self.loss_in_float32):
+            text += f"; error {percent(self.loss_error)}"
+        return text
+
     def _gradients_text(self) -> str:
         gradients = counted(self.gradients)
         if not gradients:
-            return "Gradients: none, or all zero in float32"
+            return "Gradients: all zero in float32"
         at_scale = f"at a loss scale of {scale_name(self.initial_scale)}"
+        infinite = [name for name, x in gradients.items() if x.size == math.inf]
+        if infinite:
+            return f"Gradients: not finite, in float32, too, in {_abridged(infinite)}"
         infinite = [name for name, x in gradients.items() if x.error == math.inf]
         if infinite:
             return f"Gradients: not finite in {_abridged(infinite)}, {at_scale}"
@@ -149,15 +157,17 @@ class Diagnosis:
             return [text]
         lines = ["Where it goes wrong:"]
         for row in self.suspects:
-            too = "" if row.is_finite_in_float32 else ", in float32, too"
-            lines.append(f"  {row.cause}{too}: {row.place}")
+            cause = row.cause
+            if not row.is_finite_in_float32:
+                cause = "not finite, in float32, too"
+            lines.append(f"  {cause}: {row.place}")
             lines += [f"    made by {x.place}" for x in row.products[:MOST_SHOWN]]
         return lines
 
     def _scale_text(self) -> str:
         scale = scale_name(self.initial_scale)
         text = f"Loss scale: {scale} fits"
-        if any(x.error == math.inf for x in self.gradients.values()):
+        if any(math.inf in (x.error, x.size) for x in self.gradients.values()):
             text = (
                 f"Loss scale: none makes all finite; in float32's numbers, {scale} fits"
             )

@@ -120,6 +120,7 @@ class Fault:
       error_before: the error of the worst operand.
       error: the error of the value.
       iterations: the iteration of each loop around the equation.
+      new: what of `wrong` is wrong with no operand.
       cause: why the value is wrong though the operands are right; "" if they are not.
       is_inherited: whether the equation computes right, from operands that lack digits.
     """
@@ -130,6 +131,7 @@ class Fault:
     error_before: float = 0.0
     error: float = 0.0
     iterations: Iterations = ()
+    new: int = 0
     cause: str = ""
     is_inherited: bool = False
 
@@ -159,20 +161,24 @@ class Origins:
             error_before=fault.error_before,
             error=fault.error,
             iterations=fault.iterations,
-            is_finite_in_float32=not fault.wrong & (INFINITE | UNDEFINED),
+            is_finite_in_float32=not fault.new & (INFINITE | UNDEFINED),
             cause=fault.cause,
-            products=self._made_by(row) if fault.is_inherited else (),
+            products=self._made_by(row, fault) if fault.is_inherited else (),
         )
 
-    def _made_by(self, row: Row) -> tuple[Row, ...]:
+    def _made_by(self, row: Row, fault: Fault) -> tuple[Row, ...]:
         """Returns the nearest products in 16 bits that made the operands of a row.
 
-        If there is none, these are the nearest equations that round to 16 bits.
+        If the result is not finite, what became zero in 16 bits may have made it so,
+        and counts as well. If there is none, these are the nearest equations that round
+        to 16 bits.
         """
         before = self.read[row] - {row}
+        is_finite = fault.error < math.inf
 
         def is_product(x):
-            return is_narrow_dtype(x.dtype) and x.operation in PRODUCTS
+            has_lost = x.lost > 0 and not is_finite
+            return is_narrow_dtype(x.dtype) and (x.operation in PRODUCTS or has_lost)
 
         def before_product(x):
             return () if is_product(x) else self.read[x]

@@ -24,9 +24,9 @@ def loss_of(returned: Any, has_aux: bool) -> Any:
     if not has_aux:
         return returned
     if not (isinstance(returned, tuple) and len(returned) == 2):
+        what = "an array" if is_array_leaf(returned) else f"a {type(returned).__name__}"
         raise TypeError(
-            "with has_aux=True the function must return a pair (loss, aux), got a "
-            f"{type(returned).__name__}"
+            f"with has_aux=True the function must return a pair (loss, aux), got {what}"
         )
     return returned[0]
 

@@ -120,6 +120,20 @@ def test_a_loss_that_is_no_scalar_is_refused():
         ols.diagnose(lambda w: (w**2).sum(), jnp.ones(2), has_aux=True)
 
 
+def test_parameters_without_floats_are_refused():
+    for params in ({}, None, jnp.arange(3)):
+        with pytest.raises(ValueError, match="params must hold a floating-point array"):
+            ols.diagnose(lambda params, x: jnp.sum(x), params, jnp.ones(3))
+
+
+def test_a_state_without_a_loss_scale_is_refused():
+    state = optax.adam(0.1).init(jnp.ones(3))
+    with pytest.raises(
+        ValueError, match="exactly one loss scale in the state, found 0"
+    ):
+        ols.diagnose(jnp.sum, jnp.ones(3), opt_state=state)
+
+
 def test_shapes_are_refused():
     with pytest.raises(TypeError, match="give it arrays, not a ShapeDtypeStruct"):
         ols.diagnose(lambda w: jnp.sum(w), jax.ShapeDtypeStruct((3,), F32))

@@ -1,10 +1,13 @@
 """The lines that `diagnose` names, of planted faults and of losses that 16 bits spoil."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import models
 import numpy as np
 import planted
+import pytest
 from models import F16, F32, half, normal, square
 from pairs import product, quick
 
@@ -131,7 +134,90 @@ def test_what_is_infinite_in_float32_too_is_said():
     suspect = report.suspects[0]
     assert suspect.operation == "log"
     assert not suspect.is_finite_in_float32
-    assert "overflows, in float32, too: log at" in str(report)
+    page = str(report)
+    assert "not finite, in float32, too: log at" in page
+    assert "Gradients: not finite, in float32, too, in ." in page
+    assert "Loss scale: none makes all finite" in page
+
+
+def line_after(function, text):
+    """The line of a function in which a text stands, as in a row."""
+    lines, first = inspect.getsourcelines(function)
+    return f".py:{first + next(n for n, x in enumerate(lines) if text in x)} "
+
+
+@pytest.mark.parametrize("hold", [lambda f: f, jax.checkpoint, jax.jit])
+def test_the_line_inside_of_a_scan_is_named_under_autocast(hold):
+    def loss_fn(w, xs):
+        def step(h, x):
+            h = h @ w
+            return jnp.log(h - x), None
+
+        h, _ = jax.lax.scan(hold(step), jnp.ones(2), xs)
+        return h.sum()
+
+    report = ols.diagnose(loss_fn, jnp.eye(2), jnp.full((3, 2), 2.0))
+    assert report.is_autocast
+    assert report.suspects[0].operation == "log"
+    assert line_after(loss_fn, "jnp.log") in report.suspects[0].line
+
+
+def test_an_overflow_is_named_after_a_value_that_is_off():
+    def loss_fn(w, x):
+        difference = ((w * x).astype(F16) + F16(100)) - F16(100)  # a few percent off
+        return jnp.log(jnp.exp(difference * 100)).astype(F32).mean()
+
+    report = ols.diagnose(loss_fn, jnp.ones(16), jnp.linspace(0.1, 0.5, 16))
+    assert [x.operation for x in report.suspects[:2]] == ["exp", "sub"]
+    assert report.suspects[0].is_finite_in_float32
+
+
+def test_what_follows_from_a_value_that_has_vanished_is_no_suspect():
+    def loss_fn(w, x):
+        small = (w * x).astype(F16)
+        return jnp.log(small.astype(F32)).mean()
+
+    report = ols.diagnose(loss_fn, jnp.ones(16), jnp.full(16, 1e-9))
+    assert [(x.operation, x.cause) for x in report.suspects] == [
+        ("convert_element_type", "vanishes")
+    ]
+
+
+def test_few_elements_that_have_vanished_are_named_as_what_made_an_infinity():
+    def loss_fn(w, x):
+        p = jax.nn.softmax(x.astype(F16) @ w.astype(F16))
+        return -jnp.mean(jnp.log(p.astype(F32)[:, 0]))
+
+    report = ols.diagnose(loss_fn, jnp.eye(2) * 20, jnp.array([[1.0, 0], [0, 1.0]]))
+    suspect = report.suspects[0]
+    assert suspect.operation == "log"
+    assert line_after(loss_fn, "softmax") in suspect.products[0].line
+    assert suspect.products[0].lost > 0
+
+
+def test_infinities_that_were_there_before_do_not_hide_what_cancels():
+    def loss_fn(w, x):
+        large = jnp.where(x > 0.2, -jnp.inf, w * x + 100).astype(F16)
+        return jnp.where(jnp.isinf(large), 0, large - F16(100)).astype(F32).sum()
+
+    report = ols.diagnose(loss_fn, jnp.ones(16), jnp.linspace(1e-3, 0.5, 16))
+    suspect = report.suspects[0]
+    assert suspect.cause == "cancels"
+    assert suspect.is_finite_in_float32
+
+
+def test_a_while_that_is_followed_no_further_is_said():
+    def loss_fn(w, x):
+        def body(carry):
+            n, y = carry
+            return n + 1, y + (w * x).astype(F16)
+
+        _, y = jax.lax.while_loop(lambda c: c[0] < 1100, body, (0, x.astype(F16)))
+        return jnp.mean(jax.lax.stop_gradient(y).astype(F32)) + w.sum()
+
+    report = ols.diagnose(loss_fn, jnp.ones(8), jnp.linspace(1e-3, 2e-3, 8))
+    assert [row.operation for row in report.not_compared] == ["while"]
+    assert "Not compared with float32: while at" in str(report)
 
 
 def test_a_mask_is_no_suspect():
