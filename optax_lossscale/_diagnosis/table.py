@@ -176,19 +176,19 @@ class Origins:
         before = self.read[row] - {row}
         is_finite = fault.error < math.inf
 
-        def is_product(x):
-            has_lost = x.lost > 0 and not is_finite
+        def is_source(x):
+            has_lost = x.lost > 0 and x.operation not in EXACT and not is_finite
             return is_narrow_dtype(x.dtype) and (x.operation in PRODUCTS or has_lost)
 
-        def before_product(x):
-            return () if is_product(x) else self.read[x]
+        def before_source(x):
+            return () if is_source(x) else self.read[x]
 
         def before_rounding(x):
             if not is_narrow_dtype(x.dtype):
                 return self.read[x]
             return [y for y in self.read[x] if is_narrow_dtype(y.dtype)]
 
-        sources = list(filter(is_product, _reached(before, before_product)))
+        sources = list(filter(is_source, _reached(before, before_source)))
         if not sources:
             reached = _reached(before, before_rounding)
             narrow = [x for x in reached if is_narrow_dtype(x.dtype)]
