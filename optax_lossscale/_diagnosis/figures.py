@@ -111,7 +111,7 @@ def compare(low: Any, true: Any) -> Figures:
         for n in range(0, max(low.size, 1), _CHUNK)
     ]
     *columns, magnitudes = zip(*chunks, strict=True)
-    return Figures(*map(sum, columns), largest=max(magnitudes))
+    return Figures._make([*map(sum, columns), max(magnitudes)])
 
 
 def _compare(low: np.ndarray, true: np.ndarray) -> Figures:
@@ -125,7 +125,7 @@ def _compare(low: np.ndarray, true: np.ndarray) -> Figures:
         infinite=0,
         undefined=0,
         overflown=0,
-        nonzero=np.count_nonzero(true),
+        nonzero=_count(true),
         vanished=vanished.size,
         squares=_squares(true),
         squared_distance=_squares(distance),
@@ -141,13 +141,17 @@ def _compare_what_is_finite(low: np.ndarray, true: np.ndarray) -> Figures:
     figures = _compare(low[is_finite], true[is_finite])
     return figures._replace(
         count=true.size,
-        infinite=np.count_nonzero(np.isinf(true)),
-        undefined=np.count_nonzero(np.isnan(true)),
+        infinite=_count(np.isinf(true)),
+        undefined=_count(np.isnan(true)),
         overflown=overflown.size,
-        nonzero=figures.nonzero + np.count_nonzero(overflown),
+        nonzero=figures.nonzero + _count(overflown),
         squares=figures.squares + _squares(overflown),
         largest=max(figures.largest, _largest(overflown)),
     )
+
+
+def _count(x: np.ndarray) -> int:
+    return int(np.count_nonzero(x))
 
 
 def _squares(x: np.ndarray) -> float:
@@ -161,5 +165,5 @@ def _largest(x: np.ndarray) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     if whole:
-        return float(part / whole)
+        return part / whole
     return 1.0 if part else 0.0

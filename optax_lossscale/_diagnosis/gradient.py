@@ -72,13 +72,13 @@ def gradient_of(
     arguments = _arguments(inputs)
     arrays = [argument.array for argument in arguments]
     positions = [n for n, argument in enumerate(arguments) if argument.is_parameter]
+    gradient = _gradient_function(loss_fn, inputs, positions, has_aux)
+    program = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
     if not positions:
         raise ValueError(
             "params must hold a floating-point array, to take the gradient with respect "
             f"to, got {shown(params)}. Call diagnose(loss_fn, params, *args)"
         )
-    gradient = _gradient_function(loss_fn, inputs, positions, has_aux)
-    program = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
     forward, backward = _divided(flat(program))
     return Gradient(program, forward, backward, arguments)
 
