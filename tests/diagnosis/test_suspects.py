@@ -25,7 +25,7 @@ def finds_planted(model, path, turn, kind):
     return any(planted.is_at(row, name, turn) for row in named(report))
 
 
-@quick("model", [*planted.MODELS], "autoencoder")
+@quick("model", [*planted.MODELS], "rnn")
 def test_planted_faults_are_the_first_or_second_suspect(model):
     faults = [*planted.faults(model)]
     missed = [fault for fault in faults if not finds_planted(model, *fault)]

@@ -1,6 +1,7 @@
 """Right models in float16 are accused of nothing, at ten seeds each."""
 
 import pytest
+from pairs import quick
 from trained_models import MODELS
 
 import optax_lossscale as ols
@@ -14,7 +15,7 @@ def test_a_model_that_trains_in_float16_is_not_accused(name, seed):
     ols.testing.assert_scale_invariant(step, *arguments)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@quick("name", [*MODELS], "attention", "bfloat16 resnet")
 def test_a_model_that_trains_in_float16_survives_an_overflow(name):
     step, arguments = MODELS[name](0)
     ols.testing.assert_survives_overflow(step, *arguments)
