@@ -19,7 +19,6 @@ from optax_lossscale._diagnosis.gradient import Argument, Gradient, gradient_of
 from optax_lossscale._diagnosis.program import Program, Run
 from optax_lossscale._diagnosis.report import (
     MOST_SHOWN,
-    OVERFLOWS,
     Diagnosis,
     GradientFigures,
     counted,
@@ -206,18 +205,12 @@ def _scale_that_fits(rows: Sequence[Row]) -> tuple[float, Row | None]:
     Args:
       rows: the rows of a backward pass at a loss scale of 1.
     """
-    first = None
-    lowest = math.log2(LARGEST_SCALE) + 1
-    for row in rows:
-        if row.is_backward and row.largest:
-            room = math.log2(jnp.finfo(row.dtype).max) - math.log2(row.largest)
-            exponent = math.floor(room) + 1
-            if exponent < lowest:
-                lowest = exponent
-                first = row
-    if first is None and not any(row.dtype == jnp.float16 for row in rows):
-        return 1.0, None
-    return max(2.0**lowest / OVERFLOWS, SMALLEST_SCALE), first
+    backward = [row for row in rows if row.is_backward]
+    first = min(backward, key=lambda row: row.overflows_at, default=None)
+    if first is not None and first.overflows_at <= LARGEST_SCALE:
+        return max(first.overflows_at / 8, SMALLEST_SCALE), first
+    has_float16 = any(row.dtype == jnp.float16 for row in rows)
+    return LARGEST_SCALE / 4 if has_float16 else 1.0, None
 
 
 def _figures(unscaled: Value, scaled: Value, scale: float) -> GradientFigures:

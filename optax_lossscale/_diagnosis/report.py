@@ -53,7 +53,8 @@ class Diagnosis:
       largest_error: the row in which the largest error arises; None if there is none.
       initial_scale: the loss scale that fits: two bits less than the largest at which
         nothing overflows; 1 if no result of the backward pass is float16.
-      overflow: the row that overflows first at a larger scale; None if none does.
+      overflow: the row that overflows first at a larger scale, as it is at a scale of
+        1; None if none does.
       loss_scale: the loss scale in the optimizer's state; None if none was given.
       not_finite: the names of the arguments that hold NaNs or infinities.
       not_compared: the rows that ran as they are, and not in float32.
@@ -174,8 +175,10 @@ class Diagnosis:
         if self.overflow is None:
             text += f"; nothing overflows up to {scale_name(LARGEST_SCALE)}"
         else:
-            larger = scale_name(self.initial_scale * OVERFLOWS)
+            larger = scale_name(self.overflow.overflows_at)
             text += f"; at {larger}, {self.overflow.place} overflows"
+            if self.overflow.overflows_at > 8 * self.initial_scale:
+                text += " in float32's numbers, and more in 16 bits"
         if self.loss_scale is not None:
             text += f"; the optimizer's state has {scale_name(self.loss_scale)}"
         return text
@@ -194,12 +197,6 @@ class Diagnosis:
             rows.append((f"  {name}", unscaled, scaled))
         return aligned(rows[: MOST_SHOWN + 1])
 
-
-OVERFLOWS = 8.0
-"""Where the first result overflows, over the scale that fits.
-
-That scale is two bits below the largest power of two at which nothing overflows.
-"""
 
 _NEGLIGIBLE = 1e-4
 """A gradient that is smaller than this share of all gradients does not count.

@@ -16,6 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
+
 from optax_lossscale._diagnosis.figures import INFINITE, UNDEFINED, Figures
 from optax_lossscale._diagnosis.text import percent
 from optax_lossscale._programs.operations import EXACT, PRODUCTS
@@ -78,6 +80,14 @@ class Row:
     def badness(self) -> float:
         """The error, which is infinite if the result is not finite in any dtype."""
         return self.error if self.is_finite_in_float32 else math.inf
+
+    @property
+    def overflows_at(self) -> float:
+        """The least power of two times which the largest magnitude is infinite."""
+        if not self.largest:
+            return math.inf
+        room = math.log2(jnp.finfo(self.dtype).max) - math.log2(self.largest)
+        return 2.0 ** (math.floor(room) + 1)
 
     @property
     def place(self) -> str:

@@ -19,14 +19,13 @@ from jax.typing import DTypeLike
 from optax_lossscale._arrays import checks
 from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._diagnosis.dtypes import dtype_report
-from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.state import LossScaleState
+from optax_lossscale._step.state import loss_scale_states_in
 from optax_lossscale.testing._run import (
-    Number,
     Outcome,
+    adapting_in,
+    float_arrays_in,
     is_equal,
     listed,
-    nodes_in,
     run,
 )
 
@@ -105,15 +104,14 @@ def assert_scale_invariant(
           ...
       AssertionError: the step depends on the loss scale...
     """
-    _check_call("assert_scale_invariant", step, args, carry, ignore)
+    run_at = _runner("assert_scale_invariant", step, args, carry, ignore)
     checks.number("rtol", rtol, 0, 1)
-    if not nodes_in(LossScale, args):
+    if not adapting_in(args):
         raise ValueError(
             "no loss scale among the step's arguments adapts, so none can be varied. "
             "Test the step with one that does: with_loss_scale(optimizer, 'dynamic'). "
             "In bfloat16, without a loss scale, a step needs no such test"
         )
-    run_at = functools.partial(run, step, args, carry, ignore)
     for exponent in range(_HIGHEST, _LOWEST - 1, -_STRIDE):
         highest = run_at(2.0**exponent)
         if highest.was_applied:
@@ -209,20 +207,22 @@ def assert_survives_overflow(
       The error names `result[2]`, the mean. In its place, a correct step returns
       `ols.where_applied(state, 0.9 * mean + 0.1 * jnp.mean(x), mean)`.
     """
-    _check_call("assert_survives_overflow", step, args, carry, ignore)
-    adapts = bool(nodes_in(LossScale, args))
+    run_at = _runner("assert_survives_overflow", step, args, carry, ignore)
+    adapts = bool(adapting_in(args))
     if not adapts and nan_in is None:
         raise ValueError(
             "no loss scale among the step's arguments adapts, so none can be set to "
             "infinity. Say which argument to put a NaN in, usually the batch: nan_in=2"
         )
-    run_at = functools.partial(run, step, args, carry, ignore)
+    places = range(len(args)) if type(nan_in) is int else ()
+    if nan_in is not None and not (nan_in in places and float_arrays_in(args[nan_in])):
+        raise ValueError(
+            f"nan_in={nan_in} names no argument with floats. It is the position of one "
+            "of the step's arguments, from 0 on, such as that of the batch"
+        )
     applied = run_at(1.0)
-    with_state = {
-        f"args[{i}]" for i, x in enumerate(args) if nodes_in(LossScaleState, x)
-    }
-    is_compared = any(x.before is not None for x in applied.numbers.values())
-    if not (is_compared or ignore) or not with_state <= applied.handed_on:
+    with_state = {i for i, x in enumerate(args) if loss_scale_states_in(x)}
+    if not (applied.before or ignore) or not with_state <= applied.handed_on:
         raise ValueError(_NOT_HANDED_ON)
     if adapts:
         overflow = run_at(np.inf)
@@ -318,10 +318,10 @@ def assert_computes_in(
         raise AssertionError(message)
 
 
-def _check_call(
+def _runner(
     name: str, step: Any, args: tuple[Any, ...], carry: Any, ignore: Any
-) -> None:
-    """Raises unless the arguments of an assertion are of their kinds."""
+) -> Callable[..., Outcome]:
+    """Returns `run` for the arguments of an assertion, if they are of their kinds."""
     checks.check_function("the first argument is the training step and", step)
     checks.check_concrete(name, args)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
@@ -334,31 +334,30 @@ def _check_call(
         isinstance(x, str) and x for x in names
     ):
         checks.refuse("ignore", ignore, "a name of a result, or a list of names")
+    return functools.partial(run, step, args, carry, tuple(names))
 
 
 def _differences(x: Outcome, y: Outcome) -> dict[str, float]:
-    """Returns the relative differences between two runs, by the names of arrays."""
-    names = sorted(x.numbers.keys() & y.numbers.keys())
-    return {name: _difference(x.numbers[name], y.numbers[name]) for name in names}
-
-
-def _difference(x: Number, y: Number) -> float:
-    """Returns the relative difference of an array at two loss scales.
+    """Returns the relative differences between two runs, by the names of arrays.
 
     Of what is handed on, only its change by the step counts. Numbers are equal if they
     are neighbors in their dtype, as rounding may part them.
     """
-    if not is_inexact_leaf(x.value):
-        return float(not is_equal(x.value, y.value))
-    eps = float(jnp.finfo(x.value.dtype).eps)
-    a = x.value.astype(np.complex128)
-    b = y.value.astype(np.complex128)
-    is_off = ~np.isclose(a, b, rtol=eps, atol=0, equal_nan=True)
-    with np.errstate(invalid="ignore"):
-        off = (a - b)[is_off]
-        change = a if x.before is None else a - x.before
-    size = np.linalg.norm(np.nan_to_num(change, posinf=0, neginf=0))
-    return float(np.linalg.norm(off) / size) if size else float(off.size > 0)
+    differences = {}
+    for name in sorted(x.values.keys() & y.values.keys()):
+        a, b = x.values[name], y.values[name]
+        if not is_inexact_leaf(a):
+            differences[name] = float(not is_equal(a, b))
+            continue
+        eps = float(jnp.finfo(a.dtype).eps)
+        a, b = a.astype(np.complex128), b.astype(np.complex128)
+        is_off = ~np.isclose(a, b, rtol=eps, atol=0, equal_nan=True)
+        with np.errstate(invalid="ignore"):
+            off = np.linalg.norm((a - b)[is_off])
+            change = np.nan_to_num(a - x.before.get(name, 0), posinf=0, neginf=0)
+        size = np.linalg.norm(change)
+        differences[name] = float(off / size) if size else float(np.any(is_off))
+    return differences
 
 
 def _check_kept(outcome: Outcome, cause: str) -> None:
@@ -367,8 +366,8 @@ def _check_kept(outcome: Outcome, cause: str) -> None:
         raise AssertionError(_APPLIED.format(cause=cause))
     changed = [
         name
-        for name, x in outcome.numbers.items()
-        if x.before is not None and not is_equal(x.value, x.before)
+        for name, old in outcome.before.items()
+        if not is_equal(outcome.values[name], old)
     ]
     if changed:
         raise AssertionError(_CHANGED.format(cause=cause, names=listed(changed)))

@@ -13,8 +13,8 @@ Arrays are known by names such as `result[0]['w']` or, if changed in place,
 `args[0].kernel`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,55 +24,47 @@ from jax import lax
 from jax.tree_util import keystr
 
 from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexact_leaf
-from optax_lossscale._arrays.variables import is_variable, without_variables
+from optax_lossscale._arrays.variables import map_leaves, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.metrics import metrics
-from optax_lossscale._step.state import LossScaleState
+from optax_lossscale._step.state import (
+    LossScaleState,
+    loss_scale_states_in,
+    loss_scales_in,
+)
 
-T = TypeVar("T")
-
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 # How many steps to wait for a loss scale to grow; by default, it takes 2000
 _MAX_STEPS_TO_GROWTH = 10_000
-
-
-class Number(NamedTuple):
-    """An array that the step returned or changed in place.
-
-    Attributes:
-      value: the array, on the host.
-      before: what was given in its place, if it is handed on; otherwise None.
-      drift: the axis along which devices no longer hold the same, or None.
-    """
-
-    value: np.ndarray
-    before: np.ndarray | None
-    drift: str | None
 
 
 class Outcome(NamedTuple):
     """What came of one run of the step.
 
     Attributes:
-      numbers: the arrays by name, without loss scales and what `metrics` returns.
+      values: the arrays that came back, by name, on the host; without loss scales and
+        what `metrics` returns of them.
+      before: what was given in place of those that a skipped step must not change.
       states: the states that came back, on the device.
       scales: the values of the loss scales that came back, without fixed ones.
       was_applied: whether no state counts a skip; without a state, whether no loss
         scale was lowered.
-      handed_on: the arguments that are handed on, such as `args[0]`.
+      handed_on: the positions of the arguments that are handed on.
     """
 
-    numbers: dict[str, Number]
+    values: dict[str, np.ndarray]
+    before: dict[str, np.ndarray]
     states: list[LossScaleState]
     scales: list[np.ndarray]
     was_applied: bool
-    handed_on: set[str]
+    handed_on: set[int]
 
 
 def run(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     carry: Mapping[int, int] | None,
-    ignore: str | Collection[str],
+    ignore: tuple[str, ...],
     scale: float,
     *,
     before_growth: bool = False,
@@ -91,63 +83,76 @@ def run(
 
     Raises:
       AssertionError: if the state does not come back, or devices drift apart.
-      ValueError: if `carry`, `ignore` or `nan_in` does not fit.
+      ValueError: if `carry` or `ignore` does not fit.
     """
-    passed = _copied(args, _changes(args, scale, before_growth, nan_in))
+    passed = _copied(args, scale, before_growth, nan_in)
     # They are read now, because the step may donate them or change them in place.
-    before = _handed_on(passed)
-    leaves = [list(map(_snapshot, jax.tree.leaves(x))) for x in passed]
+    given = [jax.tree.map(_on_host, without_variables(x)) for x in passed]
+    leaves = [jax.tree.leaves(x) for x in passed]
+    marks = [list(map(_mark, x)) for x in leaves]
     try:
         with jax.debug_nans(False), jax.debug_infs(False):
             returned = jax.block_until_ready(step(*passed))
     except Exception as error:
         error.add_note(f"A test of optax_lossscale set the loss scale to {scale:g}.")
         raise
-    came_back = _results_by_name(returned)
+    if isinstance(returned, tuple) and not hasattr(returned, "_fields"):
+        came_back = {f"result[{i}]": x for i, x in enumerate(returned)}
+    else:
+        came_back = {"result": returned}
     origins = _origins(args, came_back, carry)
     for i, x in enumerate(passed):
-        if not all(map(_is_kept, jax.tree.leaves(x), leaves[i])):
-            name = f"args[{i}]"
-            came_back[name] = x
-            origins[name] = name
-    states = list(nodes_in(LossScaleState, came_back).values())
-    scales = [_on_host(x.loss_scale) for x in nodes_in(LossScale, came_back).values()]
-    if not scales and nodes_in(LossScale, args):
+        if list(map(_mark, jax.tree.leaves(x))) != marks[i]:
+            came_back[f"args[{i}]"] = x
+            origins[f"args[{i}]"] = i
+    came_back = without_variables(came_back)
+    scales = [_on_host(x.loss_scale) for x in adapting_in(came_back)]
+    if not scales and adapting_in(args):
         raise AssertionError(_NOT_RETURNED)
+    states = loss_scale_states_in(came_back)
     if states:
-        was_applied = _count_skips(came_back) <= _count_skips(args)
+        was_applied = not any(_on_host(x.skipped_steps).any() for x in states)
     else:
         was_applied = all(np.all(x >= scale) for x in scales)
-    is_stacked = _is_stacked(states)
-    numbers = {}
-    for name, tree in came_back.items():
-        for place, x in _numbers_in(tree).items():
-            old = before.get(origins.get(name, "") + place)
-            if old is not None and old.shape != np.shape(x):
-                old = None
-            drift = None if old is None else _drift(x, old, is_stacked)
-            numbers[name + place] = Number(_on_host(x), old, drift)
-    numbers = _without(ignore, numbers, _metrics_in(numbers, came_back))
-    drifting = {name: x.drift for name, x in numbers.items() if x.drift is not None}
-    if drifting:
-        axis = next(iter(drifting.values()))
-        raise AssertionError(_DRIFTING.format(axis=axis, names=listed(drifting)))
-    return Outcome(numbers, states, scales, was_applied, set(origins.values()))
-
-
-def nodes_in(cls: type[T], tree: Any) -> dict[str, T]:
-    """Returns the instances of a class with arrays in them, by name."""
-    nodes = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, cls))
-    return {
-        keystr(path): without_variables(x)
-        for path, x in nodes
-        if isinstance(x, cls) and jax.tree.leaves(x)
+    arrays = _without(ignore, came_back)
+    before = {
+        name: x
+        for name, x in _kept_in({to: given[i] for to, i in origins.items()}).items()
+        if name in arrays and np.shape(arrays[name]) == x.shape
     }
+    values = jax.tree.map(_on_host, arrays)
+    is_stacked = _is_stacked(states)
+    drifting = [
+        name
+        for name, x in before.items()
+        if _drifts(arrays[name], values[name], x, is_stacked)
+    ]
+    if drifting:
+        sharding = arrays[drifting[0]].sharding
+        # The first axis of the mesh along which there are copies
+        axis = next(
+            str(axis)
+            for axis in sharding.mesh.axis_names
+            if is_stacked or repr(axis) not in str(sharding.spec)
+        )
+        raise AssertionError(_DRIFTING.format(axis=axis, names=listed(drifting)))
+    return Outcome(values, before, states, scales, was_applied, set(origins.values()))
 
 
-def is_equal(x: np.ndarray, y: np.ndarray) -> bool:
+def adapting_in(tree: Any) -> list[LossScale]:
+    """Returns the loss scales that adapt, which have arrays in them."""
+    return list(filter(jax.tree.leaves, loss_scales_in(without_variables(tree))))
+
+
+def float_arrays_in(tree: Any) -> list[Any]:
+    """Returns the arrays of floats in a tree; a Python number is none."""
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if isinstance(x, _ARRAYS) and is_inexact_leaf(x)]
+
+
+def is_equal(x: Any, y: Any) -> bool:
     """Whether two arrays are equal, where NaN equals NaN."""
-    return np.array_equal(x, y, equal_nan=is_inexact_leaf(x) and is_inexact_leaf(y))
+    return np.array_equal(x, y, equal_nan=True)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -157,40 +162,38 @@ def listed(names: Iterable[str]) -> str:
     return "\n".join(lines[:8] + rest)
 
 
-def _changes(
+def _copied(
     args: tuple[Any, ...], scale: float, before_growth: bool, nan_in: int | None
-) -> dict[str, np.ndarray]:
-    """Returns what a run changes in the arguments, by name."""
+) -> tuple[Any, ...]:
+    """Copies the arguments, with other loss scales, no skips, and NaNs if asked for."""
+    copies = map_leaves(lambda x: x.copy() if isinstance(x, _ARRAYS) else x, args)
+    # The copies are objects of their own, so each is known by its id.
     changes = {}
-    for place, loss_scale in nodes_in(LossScale, args).items():
-        old = jax.device_get(loss_scale)
-        new = old.replace(loss_scale=np.full_like(old.loss_scale, scale))
-        if before_growth:
-            new = jax.device_get(_before_growth(jax.device_put(new)))
-        for path, x in jax.tree.leaves_with_path(new):
-            changes[place + keystr(path)] = x
-    if nan_in is None:
-        return changes
-    spoiled = {
-        place: _on_host(x)
-        for place, x in _numbers_in(args).items()
-        if place.startswith(f"[{nan_in}]") and is_inexact_leaf(x)
-    }
-    if not spoiled:
-        raise ValueError(
-            f"nan_in={nan_in} names no argument with floats. It is the position of one "
-            "of the step's arguments, from 0 on, such as that of the batch"
-        )
-    for x in spoiled.values():
-        x.flat[:1] = np.nan
-    return changes | spoiled
+    for x in [] if nan_in is None else float_arrays_in(copies[nan_in]):
+        changes[id(x)] = _on_host(x)
+        changes[id(x)].flat[:1] = np.nan
+    for state in loss_scale_states_in(copies):
+        changes[id(state.skipped_steps)] = 0 * _on_host(state.skipped_steps)
+    steps = _MAX_STEPS_TO_GROWTH if before_growth else 0
+    for old in adapting_in(copies):
+        given = jax.device_put((jax.device_get(old), np.float32(scale), steps))
+        new = jax.tree.leaves(jax.device_get(_changed(*given)))
+        changes |= zip(map(id, jax.tree.leaves(old)), new, strict=True)
+
+    def changed(x):
+        new = changes.get(id(x), x)
+        if new is x or not isinstance(x, jax.Array):
+            return new
+        return jax.device_put(new, x.sharding if x.committed else None)
+
+    return map_leaves(changed, copies)
 
 
 @jax.jit
-def _before_growth(loss_scale: LossScale) -> LossScale:
-    """Advances a loss scale by steps without an overflow, until the next would grow it.
+def _changed(loss_scale: LossScale, scale: jax.Array, steps: jax.Array) -> LossScale:
+    """Sets a loss scale, and advances it by steps until the next would grow it.
 
-    If it does not grow in 10,000 steps, its value is as it was.
+    If it does not grow in so many, its value is as it was.
     """
 
     def advanced(_, now):
@@ -198,111 +201,70 @@ def _before_growth(loss_scale: LossScale) -> LossScale:
         grows = jnp.any(after() != now())
         return optax.tree.where(grows, now, after)
 
-    return lax.fori_loop(0, _MAX_STEPS_TO_GROWTH, advanced, loss_scale)
+    start = jnp.full_like(loss_scale(), scale)
+    return lax.fori_loop(0, steps, advanced, loss_scale.replace(loss_scale=start))
 
 
-def _copied(tree: Any, changes: Mapping[str, np.ndarray]) -> Any:
-    """Copies a tree with some changes.
-
-    A variable of Flax NNX at several places is a single variable in the copy, too.
-    """
-    variables = {}
-
-    def copied(path, x):
-        change = changes.get(keystr(path))
-        copy = jax.tree.map(lambda leaf: _copied_leaf(leaf, change), x)
-        return variables.setdefault(id(x), copy) if is_variable(x) else copy
-
-    return jax.tree.map_with_path(copied, tree, is_leaf=is_variable)
+def _mark(x: Any) -> Any:
+    """Returns what tells whether a leaf was changed: NumPy arrays are so in place."""
+    return x.tobytes() if isinstance(x, np.ndarray) else id(x)
 
 
-def _copied_leaf(x: Any, change: np.ndarray | None) -> Any:
-    """Copies a leaf, or puts a change where it is."""
-    if change is None:
-        return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
-    if not isinstance(x, jax.Array):
-        return change
-    return jax.device_put(change, x.sharding if x.committed else None)
+def _named(trees: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """Returns leaves, and instances of a class, by the name of their tree and path."""
+    nodes = jax.tree.leaves_with_path(trees, is_leaf=lambda x: isinstance(x, cls))
+    return {f"{path[0].key}{keystr(path[1:])}": x for path, x in nodes}
 
 
-def _snapshot(x: Any) -> Any:
-    """Copies a NumPy array, which a step may change in place; returns others as is."""
-    return x.copy() if isinstance(x, np.ndarray) else x
-
-
-def _is_kept(x: Any, snapshot: Any) -> bool:
-    """Whether a leaf of an argument is as it was before the step."""
-    return x is snapshot or (isinstance(x, np.ndarray) and is_equal(x, snapshot))
-
-
-def _numbers_in(tree: Any) -> dict[str, Any]:
+def _arrays_in(tree: Any) -> dict[str, Any]:
     """Returns the arrays in a tree by name, without loss scales and random keys."""
-    scales = tuple(f"{place}." for place in nodes_in(LossScale, tree))
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
-    arrays = {keystr(path): without_variables(x) for path, x in leaves}
     return {
-        place: x
-        for place, x in arrays.items()
-        if is_array_leaf(x)
-        and not jnp.issubdtype(dtype_of(x), jax.dtypes.extended)
-        and not place.startswith(scales)
+        name: x
+        for name, x in _named(tree, LossScale).items()
+        if is_array_leaf(x) and not jnp.issubdtype(dtype_of(x), jax.dtypes.extended)
     }
 
 
-def _handed_on(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
-    """Returns the arrays in the arguments that a skipped step must not change.
+def _kept_in(tree: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays that a skipped step must not change, by name.
 
     These are floats, and also integers in what a `LossScaleState` holds of the wrapped
     optimizer and of a skip rule. Elsewhere, integers may be counters of calls, or keys.
     What a state records about its last step is not among them.
     """
-    states = nodes_in(LossScaleState, args)
-    records = tuple(f"{place}." for place in states)
-    kept = tuple(
-        f"{place}.{name}" for place in states for name in ("inner_state", "skip_rule")
-    )
+    nodes = _named(tree, LossScaleState).items()
+    states = [name for name, x in nodes if isinstance(x, LossScaleState)]
+    kept = tuple(f"{x}.{of}" for x in states for of in ("inner_state", "skip_rule"))
+    records = tuple(f"{x}." for x in states)
     return {
-        f"args{place}": _on_host(x)
-        for place, x in _numbers_in(args).items()
-        if place.startswith(kept)
-        or (is_inexact_leaf(x) and not place.startswith(records))
+        name: x
+        for name, x in _arrays_in(tree).items()
+        if name.startswith(kept)
+        or (is_inexact_leaf(x) and not name.startswith(records))
     }
-
-
-def _results_by_name(returned: Any) -> dict[str, Any]:
-    """Names what a step returned: the elements of a tuple, or a single result."""
-    if not isinstance(returned, tuple) or hasattr(returned, "_fields"):
-        return {"result": returned}
-    return {f"result[{i}]": x for i, x in enumerate(returned)}
 
 
 def _origins(
     args: tuple[Any, ...], results: Mapping[str, Any], carry: Mapping[int, int] | None
-) -> dict[str, str]:
-    """Returns which argument a result stands for, by their names."""
-    names = [f"args[{i}]" for i in range(len(args))]
-    if carry is None:
-        pairs = zip(results.items(), names, args, strict=False)
-        return {
-            result: name
-            for (result, new), name, old in pairs
-            if _form_of(new) == _form_of(old)
-        }
+) -> dict[str, int]:
+    """Returns the position of the argument that a result stands for, by its name."""
+    names = list(results)
+    in_place = {i: i for i in range(min(len(args), len(names)))}
     origins = {}
-    for i, n in carry.items():
-        if i not in range(len(args)) or n not in range(len(results)):
+    for i, n in (in_place if carry is None else carry).items():
+        if i not in range(len(args)) or n not in range(len(names)):
             raise ValueError(
                 f"carry={carry} must lead from positions of the {len(args)} arguments "
-                f"to positions of the {len(results)} results, from 0 on. For example, "
+                f"to positions of the {len(names)} results, from 0 on. For example, "
                 "carry={0: 1} says that result 1 stands for argument 0"
             )
-        result = list(results)[n]
-        if _form_of(results[result]) != _form_of(args[i]):
+        if _form_of(results[names[n]]) == _form_of(args[i]):
+            origins[names[n]] = i
+        elif carry is not None:
             raise ValueError(
-                f"carry={carry} says that {result} stands for {names[i]}, which has "
+                f"carry={carry} says that {names[n]} stands for args[{i}], which has "
                 "another structure or other shapes"
             )
-        origins[result] = names[i]
     return origins
 
 
@@ -312,46 +274,38 @@ def _form_of(tree: Any) -> Any:
     return jax.tree.structure(tree), [(np.shape(x), is_inexact_leaf(x)) for x in leaves]
 
 
-def _on_host(x: Any) -> np.ndarray:
-    """Copies an array to the host, in the dtype that JAX gives it."""
+def _on_host(x: Any) -> Any:
+    """Copies an array to the host, in the dtype that JAX gives it; not a random key."""
+    if not is_array_leaf(x) or jnp.issubdtype(dtype_of(x), jax.dtypes.extended):
+        return x
     return np.array(jax.device_get(x), dtype_of(x))
 
 
-def _count_skips(tree: Any) -> int:
-    """Returns how many steps all states together, on all devices, count as skipped."""
-    states = nodes_in(LossScaleState, tree).values()
-    return sum(int(_on_host(x.skipped_steps).sum()) for x in states)
+def _without(ignore: tuple[str, ...], tree: Any) -> dict[str, Any]:
+    """Returns the arrays in a tree, without those that may depend on the loss scale.
 
-
-def _metrics_in(names: Iterable[str], tree: Any) -> set[str]:
-    """Returns the names of what `metrics` says of loss scales, in the dicts with it.
-
-    They may have a prefix, as in `{f"train/{name}": x for name, x in ….items()}`.
+    Their names begin as `ignore` says, or they are what `metrics` says of a loss scale,
+    in the dicts with it. They may have a prefix there, as in
+    `{f"train/{name}": x for name, x in ….items()}`.
     """
-    end = "log2_loss_scale']"
-    starts = [name.removesuffix(end) for name in names if name.endswith(end)]
-    return {
-        f"{start}{name}']"
-        for owner in nodes_in(LossScale, tree).values()
-        for name in jax.eval_shape(metrics, owner)
-        for start in starts
-    }
-
-
-def _without(
-    ignore: str | Collection[str], numbers: dict[str, Number], logged: Iterable[str]
-) -> dict[str, Number]:
-    """Leaves out what is logged, and names that begin as `ignore` says."""
-    beginnings = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    for beginning in beginnings:
-        if not any(name.startswith(beginning) for name in numbers):
-            names = "\n  ".join(numbers)
+    arrays = _arrays_in(tree)
+    for beginning in ignore:
+        if not any(name.startswith(beginning) for name in arrays):
+            names = "\n  ".join(arrays)
             raise ValueError(
                 f"ignore={beginning!r} names nothing that comes back. What does is\n"
                 f"  {names}"
             )
-    left_out = (*beginnings, *logged)
-    return {name: x for name, x in numbers.items() if not name.startswith(left_out)}
+    end = "log2_loss_scale']"
+    logged = {
+        f"{name.removesuffix(end)}{entry}']"
+        for name in arrays
+        if name.endswith(end)
+        for loss_scale in adapting_in(tree)
+        for entry in jax.eval_shape(metrics, loss_scale)
+    }
+    left_out = (*ignore, *logged)
+    return {name: x for name, x in arrays.items() if not name.startswith(left_out)}
 
 
 def _is_stacked(states: Iterable[LossScaleState]) -> bool:
@@ -366,27 +320,19 @@ def _is_stacked(states: Iterable[LossScaleState]) -> bool:
     return any(shapes)
 
 
-def _drift(x: Any, before: np.ndarray, is_stacked: bool) -> str | None:
-    """Returns the axis along which devices no longer hold the same, or None.
+def _drifts(x: Any, value: np.ndarray, before: np.ndarray, is_stacked: bool) -> bool:
+    """Whether devices that held the same part of an array no longer do.
 
-    Devices hold copies of the same part of an array, unless the array is a stack; then,
-    each holds one copy in it. What were equal copies before the step, by `before`, are
-    to be so afterwards.
+    If the array is a stack, each device holds one copy in it. What were equal copies
+    before the step are to be so afterwards.
     """
-    copies = {}
-    for shard in getattr(x, "addressable_shards", ()):
-        # In Python 3.11, the slices of an index have no hash.
-        part = str(shard.index[is_stacked:])
-        copy = (before[shard.index], _on_host(shard.data))
-        first = copies.setdefault(part, copy)
-        if is_equal(copy[0], first[0]) and not is_equal(copy[1], first[1]):
-            # The first axis of the mesh along which there are copies
-            return next(
-                str(axis)
-                for axis in x.sharding.mesh.axis_names
-                if is_stacked or repr(axis) not in str(x.sharding.spec)
-            )
-    return None
+    shards: Any = getattr(x, "addressable_shards", ())
+    for shard in shards:
+        same = shards[0].index[:is_stacked] + shard.index[is_stacked:]
+        was_same = is_equal(before[shard.index], before[same])
+        if was_same and not is_equal(_on_host(shard.data), value[same]):
+            return True
+    return False
 
 
 _NOT_RETURNED = """\

@@ -429,6 +429,17 @@ def test_donation_static_arguments_and_guards_of_transfers(check):
 
 
 @each_assertion
+def test_a_state_that_has_skipped_may_come_back_twice(check):
+    @jax.jit
+    def logging(params, state, x, y):
+        loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
+        return params, state, {"loss": loss, "state": state}
+
+    state = TX.init(PARAMS)._replace(skipped_steps=jnp.int32(3))
+    check(logging, PARAMS, state, X, Y)
+
+
+@each_assertion
 def test_a_step_that_does_not_return_its_state_is_found(check):
     @jax.jit
     def forgetful(params, state, x, y):
