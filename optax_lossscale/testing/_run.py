@@ -88,6 +88,7 @@ def run(
     passed = _copied(args, scale, before_growth, nan_in)
     # They are read now, because the step may donate them or change them in place.
     given = [jax.tree.map(_on_host, without_variables(x)) for x in passed]
+    # They are kept alive, or a new array might get the id of an old one.
     leaves = [jax.tree.leaves(x) for x in passed]
     marks = [list(map(_mark, x)) for x in leaves]
     try:
@@ -121,21 +122,7 @@ def run(
         if name in arrays and np.shape(arrays[name]) == x.shape
     }
     values = jax.tree.map(_on_host, arrays)
-    is_stacked = _is_stacked(states)
-    drifting = [
-        name
-        for name, x in before.items()
-        if _drifts(arrays[name], values[name], x, is_stacked)
-    ]
-    if drifting:
-        sharding = arrays[drifting[0]].sharding
-        # The first axis of the mesh along which there are copies
-        axis = next(
-            str(axis)
-            for axis in sharding.mesh.axis_names
-            if is_stacked or repr(axis) not in str(sharding.spec)
-        )
-        raise AssertionError(_DRIFTING.format(axis=axis, names=listed(drifting)))
+    _check_devices_agree(arrays, values, before, _is_stacked(states))
     return Outcome(values, before, states, scales, was_applied, set(origins.values()))
 
 
@@ -318,6 +305,36 @@ def _is_stacked(states: Iterable[LossScaleState]) -> bool:
             "makes two devices"
         )
     return any(shapes)
+
+
+def _check_devices_agree(
+    arrays: Mapping[str, Any],
+    values: Mapping[str, np.ndarray],
+    before: Mapping[str, np.ndarray],
+    is_stacked: bool,
+) -> None:
+    """Raises an `AssertionError` if devices no longer hold the same.
+
+    Args:
+      arrays: what came back, by name, on the devices.
+      values: the same on the host.
+      before: what was given in its place.
+      is_stacked: whether arrays are stacks, with one copy for each device.
+    """
+    drifting = [
+        name
+        for name, x in before.items()
+        if _drifts(arrays[name], values[name], x, is_stacked)
+    ]
+    if drifting:
+        sharding = arrays[drifting[0]].sharding
+        # The first axis of the mesh along which there are copies
+        axis = next(
+            str(axis)
+            for axis in sharding.mesh.axis_names
+            if is_stacked or repr(axis) not in str(sharding.spec)
+        )
+        raise AssertionError(_DRIFTING.format(axis=axis, names=listed(drifting)))
 
 
 def _drifts(x: Any, value: np.ndarray, before: np.ndarray, is_stacked: bool) -> bool:
