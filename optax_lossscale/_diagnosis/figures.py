@@ -18,7 +18,7 @@ Rounding to 16 bits gives errors of a tenth of that in sound models of many laye
 OFF = 1
 """What is wrong with a value: it is off."""
 
-OVERFLOWN = 2
+OVERFLOWED = 2
 """What is wrong with a value: it is off, as it is not finite though float32's is."""
 
 INFINITE = 4
@@ -38,7 +38,7 @@ class Figures(NamedTuple):
       count: how many elements there are.
       infinite: how many are infinite in float32.
       undefined: how many are NaN in float32.
-      overflown: how many are not finite though float32's are.
+      overflowed: how many are not finite though float32's are.
       nonzero: how many are finite and not zero in float32.
       vanished: how many of these are zero.
       squares: the sum of the squares of float32's finite elements.
@@ -50,7 +50,7 @@ class Figures(NamedTuple):
     count: int
     infinite: int
     undefined: int
-    overflown: int
+    overflowed: int
     nonzero: int
     vanished: int
     squares: float
@@ -60,10 +60,10 @@ class Figures(NamedTuple):
 
     @property
     def wrong(self) -> int:
-        """What is wrong: a sum of `OFF`, `OVERFLOWN`, `INFINITE`, `UNDEFINED`, or 0."""
+        """What is wrong: a sum of `OFF`, `OVERFLOWED`, `INFINITE`, `UNDEFINED`, or 0."""
         return (
             OFF * (self.error > TOLERANCE)
-            + OVERFLOWN * (self.overflown > 0)
+            + OVERFLOWED * (self.overflowed > 0)
             + INFINITE * (self.infinite > 0)
             + UNDEFINED * (self.undefined > 0)
         )
@@ -80,8 +80,8 @@ class Figures(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The distance over the size, or 1 if that is 0; infinite if any is overflown."""
-        return math.inf if self.overflown else _ratio(self.distance, self.size)
+        """The distance over the size, or 1 if that is 0; infinite if any is overflowed."""
+        return math.inf if self.overflowed else _ratio(self.distance, self.size)
 
     @property
     def lost(self) -> float:
@@ -124,7 +124,7 @@ def _compare(low: np.ndarray, true: np.ndarray) -> Figures:
         count=true.size,
         infinite=0,
         undefined=0,
-        overflown=0,
+        overflowed=0,
         nonzero=_count(true),
         vanished=vanished.size,
         squares=_squares(true),
@@ -137,16 +137,16 @@ def _compare(low: np.ndarray, true: np.ndarray) -> Figures:
 def _compare_what_is_finite(low: np.ndarray, true: np.ndarray) -> Figures:
     is_known = np.isfinite(true)
     is_finite = is_known & np.isfinite(low)
-    overflown = true[is_known & ~is_finite]
+    overflowed = true[is_known & ~is_finite]
     figures = _compare(low[is_finite], true[is_finite])
     return figures._replace(
         count=true.size,
         infinite=_count(np.isinf(true)),
         undefined=_count(np.isnan(true)),
-        overflown=overflown.size,
-        nonzero=figures.nonzero + _count(overflown),
-        squares=figures.squares + _squares(overflown),
-        largest=max(figures.largest, _largest(overflown)),
+        overflowed=overflowed.size,
+        nonzero=figures.nonzero + _count(overflowed),
+        squares=figures.squares + _squares(overflowed),
+        largest=max(figures.largest, _largest(overflowed)),
     )
 
 

@@ -248,12 +248,12 @@ class _Equation:
         wide = [widened(x) for x in lows]
         alone = in_float32(self._eqn, lows, wide, low_results)[position]
         own = compare(low_results[position], alone)
-        if not fault.new & OFF and not own.overflown:
+        if not fault.new & OFF and not own.overflowed:
             return  # It computes right, from an operand that is off.
         self._origins.faults.append(fault)
         if fault.error == math.inf:
             fault.cause = "overflows"
-            fault.is_inherited = not own.overflown
+            fault.is_inherited = not own.overflowed
         elif own.distance > figures.distance / 2:
             fault.cause = "vanishes" if figures.lost_error > 0.5 else "rounds"
         elif fault.error > 2 * fault.error_before:

@@ -176,9 +176,10 @@ class Diagnosis:
             text += f"; nothing overflows up to {scale_name(LARGEST_SCALE)}"
         else:
             larger = scale_name(self.overflow.overflows_at)
-            text += f"; at {larger}, {self.overflow.place} overflows"
-            if self.overflow.overflows_at > 8 * self.initial_scale:
-                text += " in float32's numbers, and more in 16 bits"
+            # Then 16 bits overflow earlier than float32's numbers would.
+            is_lower = self.initial_scale < self.overflow.overflows_at / 8
+            numbers = "in float32's numbers, " if is_lower else ""
+            text += f"; {numbers}at {larger}, {self.overflow.place} overflows"
         if self.loss_scale is not None:
             text += f"; the optimizer's state has {scale_name(self.loss_scale)}"
         return text

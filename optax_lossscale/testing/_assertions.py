@@ -345,12 +345,13 @@ def _differences(x: Outcome, y: Outcome) -> dict[str, float]:
     """
     differences = {}
     for name in sorted(x.values.keys() & y.values.keys()):
-        a, b = x.values[name], y.values[name]
-        if not is_inexact_leaf(a):
-            differences[name] = float(not is_equal(a, b))
+        value = x.values[name]
+        if not is_inexact_leaf(value):
+            differences[name] = float(not is_equal(value, y.values[name]))
             continue
-        eps = float(jnp.finfo(a.dtype).eps)
-        a, b = a.astype(np.complex128), b.astype(np.complex128)
+        eps = float(jnp.finfo(value.dtype).eps)
+        a = value.astype(np.complex128)
+        b = y.values[name].astype(np.complex128)
         is_off = ~np.isclose(a, b, rtol=eps, atol=0, equal_nan=True)
         with np.errstate(invalid="ignore"):
             off = np.linalg.norm((a - b)[is_off])

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 
 import optax_lossscale as ols
+from optax_lossscale._arrays.contexts import Context
 
 
 def test_importing_the_package_and_taking_a_step_traces_nothing_anew():
@@ -43,6 +45,24 @@ def test_a_kernel_is_given_16_bits_inside_of_autocast_and_none_are_left_behind()
     assert dtypes == ["float16", "bfloat16"]
     jax.jit(ols.cast_inputs(kernel))(x)
     assert dtypes[2:] == ["float32"]
+
+
+def test_a_thread_that_makes_a_setting_leaves_the_values_of_others_alone():
+    setting = Context()
+    seen = []
+
+    def make():
+        setting.create()
+        seen.append(setting.value)
+
+    with setting("outer"), setting("inner"):
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        setting.create()
+        assert setting.value == "inner"
+    assert seen == [None]
+    assert setting.value is None
 
 
 def test_a_function_that_diagnose_has_traced_is_scaled_again_afterwards():

@@ -206,6 +206,22 @@ def test_infinities_that_were_there_before_do_not_hide_what_cancels():
     assert suspect.is_finite_in_float32
 
 
+def test_the_scale_that_fits_is_lowered_until_16_bits_are_finite_at_it():
+    def loss_fn(
+        params, x
+    ):  # float32's gradient of the bias is 0, but sums on the way are not
+        y = (x.astype(F16) @ params["w"].astype(F16) + params["b"].astype(F16)).astype(
+            F32
+        )
+        return y[:512].mean() - y[512:].mean()
+
+    params = {"w": normal(4, 1), "b": jnp.zeros(1)}
+    report = ols.diagnose(loss_fn, params, normal(1024, 4, scale=1))
+    assert all(np.isfinite(x.error) for x in report.gradients.values())
+    assert report.initial_scale < report.overflow.overflows_at / 8
+    assert "; in float32's numbers, at 2**" in str(report)
+
+
 def test_a_while_that_is_followed_no_further_is_said():
     def loss_fn(w, x):
         def body(carry):
